@@ -1,8 +1,41 @@
 """Attention over FP8 (E4M3) paged KV caches, with FP32 state."""
 
+from corekern.attention import (
+    causal_row_lengths,
+    explain_route,
+    finalize,
+    merge_states,
+    paged_attention,
+    partial_attention,
+)
+from corekern.cache import PagedKVCache
+from corekern.codec import calibrate_scale, decode, encode
 from corekern.formats import FORMATS, Format, get_format, resolve_kv_dtype
+from corekern.routing import route_counts
+from corekern.state import PartialState
 
 __version__ = "0.1.0"
+
+# What the arithmetic promises. A compiled bundle of an older revision is refused.
 PRECISION_REVISION = 4
 
-__all__ = ["FORMATS", "PRECISION_REVISION", "Format", "__version__", "get_format", "resolve_kv_dtype"]
+__all__ = [
+    "FORMATS",
+    "PRECISION_REVISION",
+    "Format",
+    "PagedKVCache",
+    "PartialState",
+    "__version__",
+    "calibrate_scale",
+    "causal_row_lengths",
+    "decode",
+    "encode",
+    "explain_route",
+    "finalize",
+    "get_format",
+    "merge_states",
+    "paged_attention",
+    "partial_attention",
+    "resolve_kv_dtype",
+    "route_counts",
+]

@@ -1,0 +1,79 @@
+"""Every kernel this package compiles, as data: its source, its entry points, and its specialisations.
+
+The launchers take their constants from here, the compile tests build all of it for every architecture, and
+`corekern doctor --kernels` lists it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+FP8 = ("fp8_e4m3", "fp8_e5m2")
+VALUES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `.cu` file and the constants it can be compiled with."""
+
+    source: str
+    entries: tuple[str, ...]
+    hot: tuple[str, ...]
+    """The entries that carry the traffic: none of their registers may spill."""
+    constants: dict[str, int]
+    """Constants that are the same in every specialisation."""
+    choices: dict[str, tuple[str, ...]]
+    """Constants with several values: a specialisation has one of each."""
+
+    def specialisations(self) -> Iterator[dict[str, str]]:
+        """Every combination of `choices`."""
+        for values in itertools.product(*self.choices.values()):
+            yield dict(zip(self.choices, values, strict=True))
+
+    def defines(self, specialisation: dict[str, str]) -> dict[str, str]:
+        """The `-D` constants of one specialisation."""
+        return {**{name: str(value) for name, value in self.constants.items()}, **specialisation}
+
+
+# 256 threads: eight blocks fill an SM of any architecture but for sm_75 and sm_86 (four and six), with
+# registers to spare. Four items of 16 bytes in flight a thread are then up to 128 KiB an SM, several times
+# what latency x bandwidth asks for (about 20 KiB on an H200).
+_STREAM = {"THREADS": 256, "UNROLL": 4}
+
+KERNELS: dict[str, Family] = {
+    family.source: family
+    for family in (
+        Family(
+            source="encode.cu",
+            entries=("encode_flat", "encode_rows", "encode_any"),
+            hot=("encode_flat", "encode_rows"),
+            constants=_STREAM,
+            choices={"VALUE": (*VALUES, "float64"), "FORMAT": FP8},
+        ),
+        Family(
+            source="decode.cu",
+            entries=("decode_flat", "decode_rows", "decode_any"),
+            hot=("decode_flat", "decode_rows"),
+            constants=_STREAM,
+            choices={"VALUE": VALUES, "FORMAT": FP8},
+        ),
+        Family(
+            source="cache_write.cu",
+            entries=("cache_write_vector", "cache_write_any"),
+            hot=("cache_write_vector",),
+            constants={"THREADS": 256},
+            choices={"VALUE": VALUES, "FORMAT": (*FP8, *VALUES)},
+        ),
+        Family(
+            source="cache_gather.cu",
+            entries=("cache_gather_vector", "cache_gather_any"),
+            hot=("cache_gather_vector",),
+            constants={"THREADS": 256},
+            choices={"VALUE": VALUES, "FORMAT": (*FP8, *VALUES)},
+        ),
+    )
+}

@@ -1,0 +1,62 @@
+// Conversion instructions that have no spelling in C++. Written as PTX so that no CUDA header is needed.
+#pragma once
+#include "formats.cuh"
+
+// e4m3 and e5m2 conversions: sm_89 and later. Assemblers before CUDA 12.1 know them for sm_90 only.
+#if TARGET_ARCH >= 900
+#define HAS_FP8_CONVERSION 1
+#elif TARGET_ARCH >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
+#define HAS_FP8_CONVERSION 1
+#else
+#define HAS_FP8_CONVERSION 0
+#endif
+
+// Two floats to two 16-bit floats in one instruction, and any rounding to bfloat16: sm_80 and later.
+#define HAS_PAIR_CONVERSION (TARGET_ARCH >= 800)
+
+#if HAS_FP8_CONVERSION
+__device__ __forceinline__ unsigned cvt_e4m3x2(float high, float low) {
+    unsigned short codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+__device__ __forceinline__ unsigned cvt_e5m2x2(float high, float low) {
+    unsigned short codes;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+// The low 16 bits of `codes` are two E4M3 codes; the result is two float16.
+__device__ __forceinline__ unsigned cvt_f16x2_e4m3x2(unsigned codes) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<unsigned short>(codes)));
+    return pair;
+}
+#endif
+
+#if HAS_PAIR_CONVERSION
+__device__ __forceinline__ unsigned cvt_f16x2(float high, float low) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ unsigned cvt_bf16x2(float high, float low) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
+
+__device__ __forceinline__ unsigned cvt_f16(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(unsigned bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+    return value;
+}

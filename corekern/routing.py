@@ -1,0 +1,102 @@
+"""Which kernel takes a problem, why the others do not, and what really ran."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger("corekern")
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What a dense attention call asks for: everything a route may depend on, and no data."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    rows: int
+    requests: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    q_dtype: str
+    kv_dtype: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to compute attention: who takes what, and in which state."""
+
+    name: str
+    state: str
+    refuse: Callable[[AttentionProblem], str | None]
+    """Why the route cannot take a problem; None when it can."""
+
+
+ROUTES = (
+    Route(
+        name="cpu_fp32",
+        state="fp32 numerator/max/sum",
+        refuse=lambda problem: None if problem.device == "cpu" else f"arrays are on {problem.device}",
+    ),
+)
+
+_counts: Counter[str] = Counter()
+_logged: set[tuple[str, int, int]] = set()
+_lock = threading.Lock()
+
+
+def explain(problem: AttentionProblem, route: str | None = None) -> dict[str, str]:
+    """For each route, "taken" or why it is not, in the order in which they are tried."""
+    chosen = None
+    reasons = {}
+    for candidate in ROUTES:
+        refusal = candidate.refuse(problem)
+        if refusal is None and route not in (None, candidate.name):
+            refusal = f"{route} was asked for"
+        elif refusal is None and chosen is not None:
+            refusal = f"{chosen} comes first"
+        if refusal is None:
+            chosen = candidate.name
+        reasons[candidate.name] = refusal or "taken"
+    return reasons
+
+
+def select(problem: AttentionProblem, route: str | None = None) -> Route:
+    """The first route that takes the problem, or the one asked for by name.
+
+    Raises:
+        ValueError: no such route, or it cannot take the problem; the message says why.
+    """
+    names = [r.name for r in ROUTES]
+    if route is not None and route not in names:
+        raise ValueError(f"route: {route!r} is not one of {', '.join(names)}")
+    reasons = explain(problem, route)
+    for candidate in ROUTES:
+        if reasons[candidate.name] == "taken":
+            return candidate
+    wanted = {route: reasons[route]} if route else reasons
+    raise ValueError("route: " + "; ".join(f"{name} cannot take this: {why}" for name, why in wanted.items()))
+
+
+def record(route: Route, problem: AttentionProblem) -> None:
+    """Counts a call that is about to run, and logs the first of its kind."""
+    kind = (route.name, problem.rows, problem.page_size)
+    with _lock:
+        _counts[route.name] += 1
+        first = kind not in _logged
+        _logged.add(kind)
+    if first:
+        log.info(
+            "%s selected (rows=%d, page=%d, state=%s)", route.name, problem.rows, problem.page_size, route.state
+        )
+
+
+def route_counts() -> dict[str, int]:
+    """How many calls each route has run in this process, by name; routes that never ran are left out."""
+    with _lock:
+        return dict(_counts)
