@@ -30,6 +30,7 @@ from corekern.cpu.tile import (
     fma,
     probabilities,
     rescaled_product,
+    scale_and_maximum,
 )
 from corekern.state import PartialState
 
@@ -101,19 +102,15 @@ def _scores(keys, queries, vectors, scores, lost):
 def _softmax_tile(scores, scale, begin, seen, lengths, masked, maximum, total, alpha, reference):
     """Scores -> probabilities in place; updates the running maximum and sum; alpha rescales the past."""
     lanes = maximum.shape[1]
+    if masked:
+        for t in range(TILE):
+            for lane in range(lanes):
+                visible = seen[t] and begin + t < lengths[lane]
+                scores[t, lane] = scores[t, lane] * scale if visible else _MINUS_INFINITY
+        scale = np.float32(1.0)
     largest = reference[0]
     largest[:] = maximum[0]
-    for t in range(TILE):
-        s = scores[t]
-        position = begin + t
-        for lane in range(lanes):
-            s[lane] *= scale
-        if masked:
-            for lane in range(lanes):
-                if not seen[t] or position >= lengths[lane]:
-                    s[lane] = _MINUS_INFINITY
-        for lane in range(lanes):
-            largest[lane] = s[lane] if s[lane] > largest[lane] else largest[lane]
+    scale_and_maximum(scores.ctypes.data, TILE, lanes, scale, largest.ctypes.data)
     for lane in range(lanes):
         old = maximum[0, lane]
         maximum[0, lane] = largest[lane]

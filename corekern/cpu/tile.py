@@ -62,10 +62,14 @@ def _store(builder, value, pointer, index):
     builder.store(value, _at(builder, pointer, index, _VECTOR), align=4)
 
 
-def _product(builder, vectors, a, a_i, a_k, b, b_k, count):
-    """Emits the sum over k; returns the accumulators [i][v]."""
+def _broadcast(builder, value):
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     first_lane = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(builder.insert_element(undefined, value, I32(0)), undefined, first_lane)
+
+
+def _product(builder, vectors, a, a_i, a_k, b, b_k, count):
+    """Emits the sum over k; returns the accumulators [i][v]."""
     offsets = [builder.mul(a_i, I64(i)) for i in range(ROWS)]
     before = builder.block
     loop, after = builder.append_basic_block("product"), builder.append_basic_block("product_done")
@@ -79,9 +83,7 @@ def _product(builder, vectors, a, a_i, a_k, b, b_k, count):
     column = builder.gep(a, [builder.mul(k, a_k)])
     results = []
     for i in range(ROWS):
-        a_value = builder.load(builder.gep(column, [offsets[i]]))
-        a_value = builder.insert_element(undefined, a_value, I32(0))
-        a_value = builder.shuffle_vector(a_value, undefined, first_lane)
+        a_value = _broadcast(builder, builder.load(builder.gep(column, [offsets[i]])))
         results.append([_fma(builder, a_value, b_values[v], sums[i][v]) for v in range(vectors)])
         for v in range(vectors):
             sums[i][v].add_incoming(_ZERO, before)
@@ -240,6 +242,29 @@ def fma(typingctx, a, b, c):
         return _fma(builder, *args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def scale_and_maximum(typingctx, scores, tokens, lanes, scale, maximum):
+    """scores *= scale; maximum[lane] = its largest, and no NaN; addresses in bytes."""
+
+    def codegen(context, builder, signature, args):
+        scores, tokens, lanes, scale, maximum = args
+        scores, maximum = _floats(builder, scores, maximum)
+        scale = _broadcast(builder, scale)
+        with cgutils.for_range_slice(builder, I64(0), lanes, I64(LANES)) as (lane, _):
+            largest = cgutils.alloca_once_value(builder, _ZERO)
+            builder.store(_load(builder, maximum, lane), largest)
+            with cgutils.for_range(builder, tokens) as loop:
+                here = builder.add(builder.mul(loop.index, lanes), lane)
+                s = builder.fmul(_load(builder, scores, here), scale)
+                _store(builder, s, scores, here)
+                old = builder.load(largest)
+                builder.store(builder.select(builder.fcmp_ordered(">", s, old), s, old), largest)
+            _store(builder, builder.load(largest), maximum, lane)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3, types.float32, types.int64), codegen
 
 
 @intrinsic
