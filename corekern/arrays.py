@@ -56,17 +56,21 @@ def check_array(
             f"for elements of {array.itemsize}"
         )
     if any(s % array.itemsize for s in array.strides):
-        raise ValueError(f"{name}: strides {array.strides} are not multiples of its {array.itemsize}-byte elements")
+        raise ValueError(
+            f"{name}: strides {array.strides} are not multiples of its {array.itemsize}-byte elements"
+        )
     if writeable and not array.flags.writeable:
         raise ValueError(f"{name}: is read-only")
     return array
 
 
-def check_output(out: Any, name: str, *, shape: tuple[int, ...], dtypes: tuple, inputs: dict[str, Any]) -> Any:
+def check_output(
+    out: Any, name: str, *, shape: tuple[int, ...], dtypes: tuple, inputs: dict[str, Any]
+) -> Any:
     """`out`, if it can be written: right shape and dtype, writeable, and overlapping neither itself nor an input."""
     check_array(out, name, shape=shape, dtypes=dtypes, writeable=True)
     for other, array in inputs.items():
-        if np.may_share_memory(out, array) and np.shares_memory(out, array, max_work=10_000):
+        if np.shares_memory(out, array):
             raise ValueError(f"{name}: overlaps {other}")
     extent = 0  # an array overlaps itself where an axis steps less far than the smaller ones reach
     for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):

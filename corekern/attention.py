@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,9 @@ def _check(
     if rows == 0:
         raise ValueError("q: has no rows (an empty batch)")
     if q_heads == 0 or q_heads % cache.kv_heads:
-        raise ValueError(f"q: {q_heads} query heads are not a multiple of the cache's {cache.kv_heads} KV heads")
+        raise ValueError(
+            f"q: {q_heads} query heads are not a multiple of the cache's {cache.kv_heads} KV heads"
+        )
     if head_dim > 256:
         raise ValueError(f"q: head_dim {head_dim} is over 256")
     _check_query_start_loc(query_start_loc, rows)
@@ -248,7 +251,7 @@ def _check_query_start_loc(query_start_loc, rows: int | None) -> None:
 def _check_pages(cache, block_table, row_lengths, query_start_loc) -> None:
     """The checks that `validate` asks for: every token that a row sees has a page that exists."""
     capacity = block_table.shape[1] * cache.page_size
-    for request, (row, past) in enumerate(zip(query_start_loc[:-1], query_start_loc[1:], strict=True)):
+    for request, (row, past) in enumerate(itertools.pairwise(query_start_loc)):
         if row == past:
             continue
         longest = int(row + row_lengths[row:past].argmax())

@@ -162,7 +162,13 @@ class PagedKVCache:
         self._backend().write_cache(self, k, v, slot_mapping)
 
     def gather(
-        self, block_table: Any, length: int, *, pad_to: int = 1, out_dtype: Any = np.float32, validate: bool | None = None
+        self,
+        block_table: Any,
+        length: int,
+        *,
+        pad_to: int = 1,
+        out_dtype: Any = np.float32,
+        validate: bool | None = None,
     ) -> tuple[Any, Any]:
         """The values of a request's tokens, contiguous: the bridge from pages to ordinary arrays.
 
@@ -182,7 +188,9 @@ class PagedKVCache:
         arrays.check_array(block_table, "block_table", shape=("max_pages",), dtypes=(np.dtype(np.int32),))
         capacity = block_table.shape[0] * self.page_size
         if not isinstance(length, (int, np.integer)) or not 0 <= length <= capacity:
-            raise ValueError(f"length: {length!r} is not an integer in [0, {capacity}], the block table's tokens")
+            raise ValueError(
+                f"length: {length!r} is not an integer in [0, {capacity}], the block table's tokens"
+            )
         if not isinstance(pad_to, (int, np.integer)) or pad_to < 1:
             raise ValueError(f"pad_to: {pad_to!r} is not an integer of at least 1")
         if arrays.should_validate(validate):

@@ -42,9 +42,7 @@ def encode(x: np.ndarray, dtype: str | Format, overflow: str = "saturate") -> np
     above = np.clip(np.searchsorted(finite, magnitude), 1, largest)
     below = above - 1
     to_below, to_above = magnitude - finite[below], finite[above] - magnitude
-    code = np.where(
-        (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above
-    )
+    code = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
     # What would come after the largest finite value if the exponent went on, and the tie before it.
     tie = fmt.max + (finite[-1] - finite[-2]) / 2
     past = magnitude > tie if largest % 2 == 0 else magnitude >= tie

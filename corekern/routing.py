@@ -92,7 +92,11 @@ def record(route: Route, problem: AttentionProblem) -> None:
         _logged.add(kind)
     if first:
         log.info(
-            "%s selected (rows=%d, page=%d, state=%s)", route.name, problem.rows, problem.page_size, route.state
+            "%s selected (rows=%d, page=%d, state=%s)",
+            route.name,
+            problem.rows,
+            problem.page_size,
+            route.state,
         )
 
 

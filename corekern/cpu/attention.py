@@ -15,6 +15,8 @@ only memory taken: a few hundred KiB a thread, plus the partial states of the ta
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numba import njit
 
@@ -201,8 +203,8 @@ def _weights(maximum_a, maximum_b):
 
 @jit
 def _run_tasks(
-    tasks, first, last, q, row_lengths, tables, k_flat, k_layouts, v_flat, v_layouts, pages, page_size, scale,
-    numerators, maxima, sums,
+    tasks, q, row_lengths, tables, k_flat, k_layouts, v_flat, v_layouts, pages, page_size, scale,
+    numerators, maxima, sums, first, last,
 ):  # fmt: skip
     """tasks[i] = (request, kv_head, first pair, past the last pair, first row, split)."""
     head_dim, group = q.shape[2], q.shape[1] // len(k_layouts)
@@ -301,7 +303,7 @@ def attention_state(
         )  # fmt: skip
         # Hand-overs between threads must not cost more than the work: one task when splits are long.
         grain = max(1, len(tasks) // (8 * num_threads()))
-        for_ranges(lambda b, e, a=arguments, t=tasks: _run_tasks(t, b, e, *a), len(tasks), grain)
+        for_ranges(functools.partial(_run_tasks, tasks, *arguments), len(tasks), grain)
         _fold_tasks(
             tasks, blocks, 0, len(blocks), group, *workspace, state.numerator, state.maximum, state.sum
         )
@@ -348,8 +350,12 @@ def _flatten(pages: np.ndarray, fmt):
     low = sum(min(0, (n - 1) * s) for n, s in zip(pages.shape, pages.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(pages.shape, pages.strides, strict=True))
     item = pages.itemsize
-    corner = tuple(slice(n - 1, n) if s < 0 else slice(0, 1) for n, s in zip(pages.shape, pages.strides, strict=True))
-    span = np.lib.stride_tricks.as_strided(pages[corner], ((high - low) // item + 1,), (item,), writeable=False)
+    corner = tuple(
+        slice(n - 1, n) if s < 0 else slice(0, 1) for n, s in zip(pages.shape, pages.strides, strict=True)
+    )
+    span = np.lib.stride_tricks.as_strided(
+        pages[corner], ((high - low) // item + 1,), (item,), writeable=False
+    )
     page, token, head, _ = (s // item for s in pages.strides)
     layouts = [(-low // item + h * head, page, token) for h in range(pages.shape[2])]
     return storage(span, fmt), np.array(layouts, np.int64)
@@ -367,7 +373,7 @@ def merge(states) -> PartialState:
             for a, shape in ((state.numerator, (head_dim,)), (state.maximum, ()), (state.sum, ()))
         ]
         count = len(arguments[1])
-        for_ranges(lambda b, e, a=arguments: _merge_rows(*a, b, e), count, max(64, count // 8))
+        for_ranges(functools.partial(_merge_rows, *arguments), count, max(64, count // 8))
     return merged
 
 

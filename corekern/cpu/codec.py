@@ -60,7 +60,9 @@ def decode(codes: np.ndarray, out: np.ndarray, fmt: Format, scale) -> None:
     """out[...] = value(codes) * scale, the product in float32 and rounded once to out's dtype."""
     if np.ndim(scale) == 0 and codes.flags.c_contiguous and out.flags.c_contiguous:
         flat, flat_out, scale = storage(codes, fmt).reshape(-1), out.reshape(-1), np.float32(scale)
-        for_ranges(lambda b, e: _decode_range(flat[b:e], scale, flat_out[b:e]), codes.size, _grain(codes.size))
+        for_ranges(
+            lambda b, e: _decode_range(flat[b:e], scale, flat_out[b:e]), codes.size, _grain(codes.size)
+        )
         return
     operands = [codes, out] if np.ndim(scale) == 0 else [codes, out, scale]
     with _chunks(*operands) as chunks:
@@ -86,7 +88,7 @@ def _decode_range(codes, scale, out):
 
 def _chunks(source, target, *scales):
     """Walks arrays of any strides in contiguous pieces that fit the cache."""
-    return np.nditer(
+    return np.nditer(  # type: ignore[call-overload]
         [source, target, *scales],
         flags=["external_loop", "buffered", "zerosize_ok"],
         op_flags=[["readonly", "contig"], ["writeonly", "contig"], *[["readonly", "contig"]] * len(scales)],

@@ -124,9 +124,7 @@ def _to_fp8(mantissa_bits: int, bias: int, nan: int):
             normal = builder.sub(normal, I32(rebias))
             rounded = builder.fadd(builder.bitcast(magnitude, F32), F32(magic))
             subnormal = builder.sub(builder.bitcast(rounded, I32), I32(magic_bits))
-            code = builder.select(
-                builder.icmp_signed("<", magnitude, I32(min_normal)), subnormal, normal
-            )
+            code = builder.select(builder.icmp_signed("<", magnitude, I32(min_normal)), subnormal, normal)
             code = builder.select(builder.icmp_signed("<", code, args[1]), code, args[1])
             is_nan = builder.icmp_signed(">", magnitude, I32(0x7F800000))
             code = builder.select(is_nan, I32(nan), code)

@@ -38,6 +38,7 @@ struct Side {
 struct Write {
     Side k, v;
     const void* slot_mapping;
+    long long slot_mapping_stride;
     long long slots;  // pages x page_size: what a slot must be below
     long long page_size;
     long long tokens;
@@ -49,8 +50,9 @@ struct Write {
 
 // The slot of a token, or -1 where the token has none: negative, or beyond the cache.
 __device__ __forceinline__ long long slot_of(const Write& write, long long token) {
-    const long long slot = write.slots_are_int64 ? static_cast<const long long*>(write.slot_mapping)[token]
-                                                 : static_cast<const int*>(write.slot_mapping)[token];
+    const long long at = token * write.slot_mapping_stride;
+    const long long slot = write.slots_are_int64 ? static_cast<const long long*>(write.slot_mapping)[at]
+                                                 : static_cast<const int*>(write.slot_mapping)[at];
     return slot < write.slots ? slot : -1;
 }
 

@@ -47,11 +47,11 @@ decode_flat(const Format* __restrict__ codes, Value* __restrict__ out, long long
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         const long long place = first + u * step;
-        if (place + VECTOR <= elements)
-            decode_vector(loaded[u], scale, out + place);
-        else
-            for (long long i = place; i < elements; ++i) decode_one(codes + i, scale, out + i);
+        if (place + VECTOR <= elements) decode_vector(loaded[u], scale, out + place);
     }
+    // What is left of the last vector: fewer elements than a block has threads.
+    const long long rest = elements / VECTOR * VECTOR + threadIdx.x;
+    if (blockIdx.x == 0 && rest < elements) decode_one(codes + rest, scale, out + rest);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -66,6 +66,7 @@ decode_rows(const Format* __restrict__ codes, Value* __restrict__ out, const flo
         load(codes + place.source, loaded);
         decode_vector(loaded, by, out + place.target);
     } else {
+#pragma unroll 1
         for (long long i = 0; i < walk.row - place.column; ++i)
             decode_one(codes + place.source + i, by, out + place.target + i);
     }

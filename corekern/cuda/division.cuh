@@ -4,9 +4,11 @@
 // and given its reciprocal a quotient costs five:
 //
 //     q0 = x r                        r = 1 / scale rounded; q0 is within 2 units in the last place
-//     q1 = q0 + (x - q0 scale) r      within 0.5 + 2^-22 of a unit: one of the two nearest floats
-//     q2 = q1 + (x - q1 scale) r      correctly rounded: the remainder is exact for such a q1, and r is a
+//     q1 = q0 - (q0 scale - x) r      within 0.5 + 2^-22 of a unit: one of the two nearest floats
+//     q2 = q1 - (q1 scale - x) r      correctly rounded: the remainder is exact for such a q1, and r is a
 //                                     correctly rounded reciprocal (Markstein, IBM J. Res. Dev. 34, 1990)
+//
+// (The remainder is taken with this sign because x - q0 scale would turn a quotient of -0 into +0.)
 //
 // That needs a normal r (scale <= 2^126) and remainders that do not underflow. For scale >= 2^-85 a remainder
 // is a multiple of 2^(-85-23) 2^(-18-23) = 2^-149 or more whenever the quotient is at least 2^-18, and a
@@ -40,8 +42,8 @@ __device__ __forceinline__ Divisor divisor_of(float scale) {
 __device__ __forceinline__ float divide(float x, const Divisor& divisor) {
     x = __fmul_rn(x, divisor.factor);
     const float first = __fmul_rn(x, divisor.reciprocal);
-    float q = __fmaf_rn(__fmaf_rn(-divisor.scale, first, x), divisor.reciprocal, first);
-    q = __fmaf_rn(__fmaf_rn(-divisor.scale, q, x), divisor.reciprocal, q);
+    float q = __fmaf_rn(-__fmaf_rn(divisor.scale, first, -x), divisor.reciprocal, first);
+    q = __fmaf_rn(-__fmaf_rn(divisor.scale, q, -x), divisor.reciprocal, q);
     return fabsf(first) < 0x1p20f ? q : first;
 }
 
@@ -50,8 +52,8 @@ __device__ __forceinline__ float divide(float x, const Divisor& divisor) {
 // two bits narrower, is the same as rounding the float64 quotient itself.
 __device__ __forceinline__ float divide(double x, double scale, double reciprocal) {
     const double first = __dmul_rn(x, reciprocal);
-    double q = __fma_rn(__fma_rn(-scale, first, x), reciprocal, first);
-    q = __fma_rn(__fma_rn(-scale, q, x), reciprocal, q);
+    double q = __fma_rn(-__fma_rn(scale, first, -x), reciprocal, first);
+    q = __fma_rn(-__fma_rn(scale, q, -x), reciprocal, q);
     const double y = fabs(first) < 0x1p20 ? q : first;
     const float toward_zero = __double2float_rz(y);
     const unsigned inexact = static_cast<double>(toward_zero) != y;

@@ -53,11 +53,11 @@ encode_flat(const Value* __restrict__ x, Format* __restrict__ codes, long long e
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         const long long place = first + u * step;
-        if (place + VECTOR <= elements)
-            encode_vector(loaded[u], divisor, nan_on_overflow, codes + place);
-        else
-            for (long long i = place; i < elements; ++i) encode_one(x + i, divisor, nan_on_overflow, codes + i);
+        if (place + VECTOR <= elements) encode_vector(loaded[u], divisor, nan_on_overflow, codes + place);
     }
+    // What is left of the last vector: fewer elements than a block has threads.
+    const long long rest = elements / VECTOR * VECTOR + threadIdx.x;
+    if (blockIdx.x == 0 && rest < elements) encode_one(x + rest, divisor, nan_on_overflow, codes + rest);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -72,6 +72,7 @@ encode_rows(const Value* __restrict__ x, Format* __restrict__ codes, const float
         load(x + place.source, loaded);
         encode_vector(loaded, by, nan_on_overflow, codes + place.target);
     } else {
+#pragma unroll 1
         for (long long i = 0; i < walk.row - place.column; ++i)
             encode_one(x + place.source + i, by, nan_on_overflow, codes + place.target + i);
     }

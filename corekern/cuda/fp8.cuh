@@ -48,9 +48,9 @@ template <class Format> __device__ __forceinline__ unsigned round_to_fp8(float y
 template <class Format> __device__ __forceinline__ unsigned saturate_to_fp8(const float (&y)[4]) {
 #if HAS_FP8_CONVERSION
     if constexpr (same_type<Format, fp8_e4m3>)
-        return __byte_perm(cvt_e4m3x2(y[1], y[0]), cvt_e4m3x2(y[3], y[2]), 0x5410);
+        return cvt_e4m3x4(y);
     else
-        return __byte_perm(cvt_e5m2x2(y[1], y[0]), cvt_e5m2x2(y[3], y[2]), 0x5410);
+        return cvt_e5m2x4(y);
 #else
     return round_to_fp8<Format>(y[0]) | round_to_fp8<Format>(y[1]) << 8 |
            round_to_fp8<Format>(y[2]) << 16 | round_to_fp8<Format>(y[3]) << 24;

@@ -25,9 +25,9 @@ class Family:
     hot: tuple[str, ...]
     """The entries that carry the traffic: none of their registers may spill."""
     constants: dict[str, int]
-    """Constants that are the same in every specialisation."""
+    """`-D` constants that every specialisation shares; launchers compute their grids from them."""
     choices: dict[str, tuple[str, ...]]
-    """Constants with several values: a specialisation has one of each."""
+    """`-D` constants with several values: a specialisation has one of each."""
 
     def specialisations(self) -> Iterator[dict[str, str]]:
         """Every combination of `choices`."""
@@ -39,10 +39,13 @@ class Family:
         return {**{name: str(value) for name, value in self.constants.items()}, **specialisation}
 
 
-# 256 threads: eight blocks fill an SM of any architecture but for sm_75 and sm_86 (four and six), with
-# registers to spare. Four items of 16 bytes in flight a thread are then up to 128 KiB an SM, several times
-# what latency x bandwidth asks for (about 20 KiB on an H200).
-_STREAM = {"THREADS": 256, "UNROLL": 4}
+# 256 threads: eight blocks fill an SM of any architecture but for sm_75, sm_86, sm_89 and sm_120 (four and
+# six). UNROLL is the items a thread loads before it converts the first, within the 32 registers that eight
+# blocks leave a thread: two of 16 bytes are 64 KiB in flight an SM, and four of 4 or 8 codes 32 or 64 KiB;
+# latency x bandwidth asks for about 20 KiB on an H200.
+THREADS = 256
+ENCODE_UNROLL = 2
+DECODE_UNROLL = 4
 
 KERNELS: dict[str, Family] = {
     family.source: family
@@ -51,28 +54,28 @@ KERNELS: dict[str, Family] = {
             source="encode.cu",
             entries=("encode_flat", "encode_rows", "encode_any"),
             hot=("encode_flat", "encode_rows"),
-            constants=_STREAM,
+            constants={"THREADS": THREADS, "UNROLL": ENCODE_UNROLL},
             choices={"VALUE": (*VALUES, "float64"), "FORMAT": FP8},
         ),
         Family(
             source="decode.cu",
             entries=("decode_flat", "decode_rows", "decode_any"),
             hot=("decode_flat", "decode_rows"),
-            constants=_STREAM,
+            constants={"THREADS": THREADS, "UNROLL": DECODE_UNROLL},
             choices={"VALUE": VALUES, "FORMAT": FP8},
         ),
         Family(
             source="cache_write.cu",
             entries=("cache_write_vector", "cache_write_any"),
             hot=("cache_write_vector",),
-            constants={"THREADS": 256},
+            constants={"THREADS": THREADS},
             choices={"VALUE": VALUES, "FORMAT": (*FP8, *VALUES)},
         ),
         Family(
             source="cache_gather.cu",
             entries=("cache_gather_vector", "cache_gather_any"),
             hot=("cache_gather_vector",),
-            constants={"THREADS": 256},
+            constants={"THREADS": THREADS},
             choices={"VALUE": VALUES, "FORMAT": (*FP8, *VALUES)},
         ),
     )

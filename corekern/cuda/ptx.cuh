@@ -15,15 +15,25 @@
 #define HAS_PAIR_CONVERSION (TARGET_ARCH >= 800)
 
 #if HAS_FP8_CONVERSION
-__device__ __forceinline__ unsigned cvt_e4m3x2(float high, float low) {
-    unsigned short codes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+// Four floats to a word of codes, y[0] lowest. One asm for both pairs lets the second instruction merge the
+// first's result instead of a mask and a byte permutation after it.
+__device__ __forceinline__ unsigned cvt_e4m3x4(const float (&y)[4]) {
+    unsigned codes;
+    asm("{ .reg .b16 low, high;"
+        "  cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;"
+        "  cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+        "  mov.b32 %0, {low, high}; }"
+        : "=r"(codes) : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
     return codes;
 }
 
-__device__ __forceinline__ unsigned cvt_e5m2x2(float high, float low) {
-    unsigned short codes;
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+__device__ __forceinline__ unsigned cvt_e5m2x4(const float (&y)[4]) {
+    unsigned codes;
+    asm("{ .reg .b16 low, high;"
+        "  cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;"
+        "  cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;"
+        "  mov.b32 %0, {low, high}; }"
+        : "=r"(codes) : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
     return codes;
 }
 

@@ -1,0 +1,96 @@
+"""Running the kernels' own sources on the CPU, compiled by g++: a check of bits and bounds without a GPU.
+
+    >>> run = kernel("encode.cu", "encode_flat", arch=700, VALUE="float32", FORMAT="fp8_e4m3")  # doctest: +SKIP
+
+gives an object that is called like a CuPy RawKernel and reads NumPy arrays. `emulate.h` stands in for CUDA
+and `ptx_emulated.cuh` for the instructions, with which the sources' own arithmetic is compared: `arch` below
+890 takes the paths without FP8 conversion. What this cannot show is a race, or a misaligned access.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corekern.cuda import sources
+from corekern.cuda.kernels import KERNELS
+
+# Contraction off: only what the sources write as an FMA is one. Aliasing: vectors are loaded through casts.
+_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+    "-w",
+)
+
+
+def compiler() -> str | None:
+    """Where g++ is, or None."""
+    return shutil.which("g++")
+
+
+class Kernel:
+    """One entry of a compiled source; called as kernel(grid, block, arguments)."""
+
+    def __init__(self, launch: Any, threads: int) -> None:
+        self._launch = launch
+        self._threads = threads
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple) -> None:
+        """Runs the grid. Arguments are NumPy scalars, and arrays of one struct; addresses are uint64."""
+        if block != (self._threads,) or len(grid) != 1:
+            raise ValueError(f"emulated kernels take one-dimensional blocks of {self._threads}, not {block}")
+        holders = [np.ascontiguousarray(argument) for argument in arguments]
+        parameters = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
+        self._launch(ctypes.c_uint(grid[0]), parameters)
+
+
+def kernel(source: str, entry: str, *, arch: int = 700, **choices: str) -> Kernel:
+    """The emulated kernel `entry`, specialised as by `loader.kernel`, for `arch` such as 700 or 900."""
+    family = KERNELS[source]
+    defines = {**family.defines(choices), "TARGET_ARCH": str(arch)}
+    library = _library(source, tuple(defines.items()))
+    return Kernel(getattr(library, f"launch_{entry}"), family.constants["THREADS"])
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="corekern-emulate-")
+
+
+@functools.cache
+def _library(source: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    body = sources.expand(source, ptx="ptx_emulated.cuh")
+    text = "\n".join(
+        [
+            f"#define HAS_BARRIERS {int('__syncthreads' in body)}",
+            sources.expand("emulate.h"),
+            body,
+            *(
+                f'extern "C" void launch_{entry}(unsigned blocks, void** parameters) {{ run({entry}, blocks, parameters); }}'
+                for entry in KERNELS[source].entries
+            ),
+        ]
+    )
+    name = hashlib.sha256(repr((text, defines)).encode()).hexdigest()[:16]
+    folder = Path(_directory().name)
+    (folder / f"{name}.cpp").write_text(text)
+    command = [compiler() or "g++", *_FLAGS, *(f"-D{k}={v}" for k, v in defines)]
+    done = subprocess.run(
+        [*command, "-o", f"{folder}/{name}.so", f"{folder}/{name}.cpp"], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{source} does not compile for the CPU:\n{done.stderr}")
+    return ctypes.CDLL(f"{folder}/{name}.so")
