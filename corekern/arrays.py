@@ -72,6 +72,8 @@ def check_output(
     for other, array in inputs.items():
         if np.shares_memory(out, array):
             raise ValueError(f"{name}: overlaps {other}")
+    if not out.size:  # NumPy may give an empty array strides of 0
+        return out
     extent = 0  # an array overlaps itself where an axis steps less far than the smaller ones reach
     for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
         if stride < extent + out.itemsize:

@@ -10,6 +10,7 @@ from corekern import arrays
 from corekern.formats import Format, get_format
 
 OVERFLOWS = ("saturate", "nan")
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def encode(
@@ -111,7 +112,8 @@ def calibrate_scale(x: Any, dtype: str | Format = "fp8_e4m3", margin: float = 1.
         margin * max|x| / largest, as a float that float32 holds exactly; 1.0 when x is all zero.
 
     Raises:
-        ValueError: x is empty or not finite, or margin is not a finite number above 0.
+        ValueError: x is empty or not finite or needs a scale past float32, or margin is not a finite number
+            above 0.
 
     >>> calibrate_scale(np.float32([-3.5, 1.0]))
     0.0078125
@@ -124,8 +126,13 @@ def calibrate_scale(x: Any, dtype: str | Format = "fp8_e4m3", margin: float = 1.
     largest = max(abs(float(x.max())), abs(float(x.min())))
     if not np.isfinite(largest):
         raise ValueError("x: holds values that are not finite")
+    if not largest:
+        return 1.0
+    scale = margin * largest / fmt.max
+    if scale > _LARGEST_SCALE:
+        raise ValueError(f"x: holds {largest:g}, whose scale is past float32")
     # A subnormal scale loses bits, and below about 1e-45 there is none at all.
-    return float(np.float32(max(margin * largest / fmt.max, 2.0**-126))) if largest else 1.0
+    return float(np.float32(max(scale, 2.0**-126)))
 
 
 def _fp8_format(dtype) -> Format:

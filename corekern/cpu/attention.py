@@ -386,4 +386,5 @@ def finalize(state: PartialState, out: np.ndarray) -> None:
     for_ranges(
         lambda b, e: _divide_rows(numerator, total, result, b, e), len(total), max(64, len(total) // 8)
     )
-    out[...] = result.reshape(out.shape).astype(out.dtype)
+    with np.errstate(over="ignore"):  # float16 has its infinity
+        out[...] = result.reshape(out.shape).astype(out.dtype)
