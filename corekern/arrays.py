@@ -134,7 +134,13 @@ def check_array(
         if not fits:
             wanted = ", ".join("any" if s is None else str(s) for s in shape)
             raise ValueError(f"{name}: shape {array.shape} is not ({wanted})")
-    if contiguous_last and array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    if (
+        contiguous_last
+        and array.size
+        and array.ndim
+        and array.shape[-1] > 1
+        and array.strides[-1] != array.itemsize
+    ):
         raise ValueError(
             f"{name}: its last axis must be contiguous, but has a stride of {array.strides[-1]} bytes "
             f"for elements of {array.itemsize}"
