@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -40,24 +40,21 @@ class Limits:
     q_dtype: tuple[str, ...] = ("float16", "bfloat16")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Backend:
     """An array library on a device, and how tests move arrays there and back."""
 
     name: str
     route: str
     """The route that takes an ordinary dense problem here."""
-    asarray: Callable[[np.ndarray], Any]
+    asarray: Callable[[np.ndarray], Any] = field(repr=False)
     """A copy of a NumPy array on the device."""
-    asnumpy: Callable[[Any], np.ndarray]
-    zeros: Callable[..., Any]
+    asnumpy: Callable[[Any], np.ndarray] = field(repr=False)
+    zeros: Callable[..., Any] = field(repr=False)
     """(shape, dtype) -> zeros, without a pass over them where memory is committed lazily."""
-    view: Callable[..., Any]
+    view: Callable[..., Any] = field(repr=False)
     """(bytes, shape, dtype, strides, offset) -> a view of a device byte array, nothing copied."""
-    limits: Limits
-
-    def __repr__(self) -> str:
-        return self.name
+    limits: Limits = field(repr=False)
 
     def require(self, **needs) -> None:
         """Skips the test if it needs more than the backend's limits."""
