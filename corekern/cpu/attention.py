@@ -300,7 +300,9 @@ def attention_state(call) -> PartialState:
     task_bytes = 4 * MAX_LANES * (padded_dim + 2)
     wave = max(2 * num_threads(), WORKSPACE_BYTES // task_bytes)
     workspace = None
-    for tasks, blocks in _waves(call.query_start_loc, lengths, kv_heads, group, wave):
+    # A plan's arrays may have changed since they were checked; what they say must not lead outside of q.
+    starts = np.clip(call.query_start_loc, 0, rows)
+    for tasks, blocks in _waves(starts, lengths, kv_heads, group, wave):
         if workspace is None:
             workspace = (
                 np.empty((len(tasks), padded_dim, MAX_LANES), np.float32),
@@ -329,7 +331,7 @@ def _waves(query_start_loc, lengths, kv_heads, group, wave):
     for request in range(len(query_start_loc) - 1):
         row, past_row = int(query_start_loc[request]), int(query_start_loc[request + 1])
         pairs = (past_row - row) * group
-        if not pairs:
+        if pairs <= 0:
             continue
         # As few blocks as possible, and as even as possible.
         vectors = -(-pairs // LANES)
