@@ -18,6 +18,7 @@
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(threads)
+#define __grid_constant__
 
 struct dim3 { unsigned x; };
 static dim3 threadIdx, blockIdx;
