@@ -282,7 +282,9 @@ def plan_attention(call):
 
 def attention_state(call) -> PartialState:
     """The FP32 state of every row over its tokens; see `corekern.partial_attention`."""
-    q, cache, block_table = call.q, call.cache, call.block_table
+    cache = call.cache
+    # Copies in one memory order, beside K and V a trifle, so that one compiled kernel serves every view.
+    q, block_table = np.array(call.q, order="C"), np.array(call.block_table, order="C")
     rows, q_heads, head_dim = q.shape
     kv_heads = cache.kv_heads
     group = q_heads // kv_heads
