@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from corekern.routing import AttentionProblem
 from corekern.state import PartialState
 
 _INT32 = (np.dtype(np.int32),)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,10 +328,7 @@ def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, v
         if (lengths < 0).any():
             row = int(np.flatnonzero(lengths < 0)[0])
             raise ValueError(f"row_lengths: row {row} has the negative length {lengths[row]}")
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    elif not np.isfinite(float(softmax_scale)):
-        raise ValueError(f"softmax_scale: {softmax_scale} is not finite")
+    softmax_scale = _check_softmax_scale(softmax_scale, cache)
     if validating:
         _check_pages(cache, *(arrays.to_host(a) for a in (block_table, row_lengths, query_start_loc)))
     problem = AttentionProblem(
@@ -344,8 +343,19 @@ def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, v
         kv_dtype=cache.format.name,
     )
     return AttentionCall(
-        problem, q, cache, block_table, row_lengths, query_start_loc, softmax_scale=float(softmax_scale)
+        problem, q, cache, block_table, row_lengths, query_start_loc, softmax_scale=softmax_scale
     )
+
+
+def _check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
+    """The scale as a number whose fold with k_scale, in base 2, float32 can hold."""
+    try:
+        value = cache.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"softmax_scale: expected a number, got {type(softmax_scale).__name__}") from None
+    if not abs(value) * cache.k_scale * math.log2(math.e) <= _LARGEST:
+        raise ValueError(f"softmax_scale: {value} times k_scale {cache.k_scale} is not finite in float32")
+    return value
 
 
 def _output(call: AttentionCall, out: Any) -> Any:

@@ -56,7 +56,14 @@ _lock = threading.Lock()
 
 
 def explain(problem: AttentionProblem, route: str | None = None) -> dict[str, str]:
-    """For each route, "taken" or why it is not, in the order in which they are tried."""
+    """For each route, "taken" or why it is not, in the order in which they are tried.
+
+    Raises:
+        ValueError: no such route.
+    """
+    names = [r.name for r in ROUTES]
+    if route is not None and route not in names:
+        raise ValueError(f"route: {route!r} is not one of {', '.join(names)}")
     chosen = None
     reasons = {}
     for candidate in ROUTES:
@@ -77,9 +84,6 @@ def select(problem: AttentionProblem, route: str | None = None) -> Route:
     Raises:
         ValueError: no such route, or it cannot take the problem; the message says why.
     """
-    names = [r.name for r in ROUTES]
-    if route is not None and route not in names:
-        raise ValueError(f"route: {route!r} is not one of {', '.join(names)}")
     reasons = explain(problem, route)
     for candidate in ROUTES:
         if reasons[candidate.name] == "taken":
