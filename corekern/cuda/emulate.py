@@ -64,11 +64,17 @@ def kernel(source: str, entry: str, *, arch: int = 700, **choices: str) -> Kerne
     Raises:
         RuntimeError: when there is no g++, or the source does not compile.
     """
-    family = KERNELS[source]
-    defines = {**family.defines(choices), "TARGET_ARCH": str(arch)}
     text = sources.expand(source, ptx="ptx_emulated.cuh")
-    library = _library(text, family.entries, tuple(defines.items()))
-    return Kernel(getattr(library, f"launch_{entry}"), family.constants["THREADS"])
+    library = compile_text(text, source, arch=arch, **choices)
+    return Kernel(getattr(library, f"launch_{entry}"), KERNELS[source].constants["THREADS"])
+
+
+def compile_text(text: str, source: str, *, arch: int = 700, **choices: str) -> ctypes.CDLL:
+    """The library made of `text`, an expanded and perhaps changed `source`; its first choices by default."""
+    family = KERNELS[source]
+    chosen = {name: values[0] for name, values in family.choices.items()} | choices
+    defines = {**family.defines(chosen), "TARGET_ARCH": str(arch)}
+    return _library(text, family.entries, tuple(defines.items()))
 
 
 @functools.cache
