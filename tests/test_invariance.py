@@ -86,6 +86,19 @@ def test_number_of_threads(backend, monkeypatch, threads):
     assert_same_bits(problem.run(backend), expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_for_partial_states(backend, monkeypatch, threads):
+    """With room for few splits at a time, a request's splits are folded in several goes."""
+    if backend.name != "cpu":
+        pytest.skip(f"{backend.name}: keeps all partial states at once")
+    problems = [crowd(), batch()]
+    expected = [p.run(backend) for p in problems]
+    monkeypatch.setattr("corekern.cpu.attention.WORKSPACE_BYTES", 0)  # leaves two tasks a thread
+    monkeypatch.setenv("COREKERN_NUM_THREADS", str(threads))
+    for problem, out in zip(problems, expected, strict=True):
+        assert_same_bits(problem.run(backend), out)
+
+
 def test_concurrent_calls(backend):
     problems = [batch(), crowd(), batch("bfloat16"), only(crowd(), 40, 5)]
     expected = [p.run(backend) for p in problems]
