@@ -4,6 +4,7 @@ Nothing here has a tolerance, but where a state merged from parts is held to the
 """
 
 import functools
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -93,7 +94,8 @@ def test_memory_for_partial_states(backend, monkeypatch, threads):
         pytest.skip(f"{backend.name}: keeps all partial states at once")
     problems = [crowd(), batch()]
     expected = [p.run(backend) for p in problems]
-    monkeypatch.setattr("corekern.cpu.attention.WORKSPACE_BYTES", 0)  # leaves two tasks a thread
+    module = importlib.import_module("corekern.cpu.attention")  # whose name its function has too
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 0)  # leaves two tasks a thread
     monkeypatch.setenv("COREKERN_NUM_THREADS", str(threads))
     for problem, out in zip(problems, expected, strict=True):
         assert_same_bits(problem.run(backend), out)
