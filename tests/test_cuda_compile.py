@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,6 +129,84 @@ def test_sources_need_no_header(source):
 
 def test_a_changed_header_changes_the_text_that_is_compiled():
     assert sources.expand("encode.cu") != sources.expand("encode.cu", ptx="ptx_emulated.cuh")
+
+
+def test_flags_that_change_bits_are_refused(monkeypatch):
+    family = KERNELS["decode.cu"]
+    defines = family.defines(next(family.specialisations()))
+    for flag in ("-ftz=true", "-prec-div=false", "--use_fast_math"):
+        monkeypatch.setattr(nvrtc, "OPTIONS", ("--std=c++17", flag))
+        with pytest.raises(nvrtc.CompileError, match="compile without"):
+            nvrtc.compile_cubin("decode.cu", "sm_70", defines)
+
+
+# Loading
+
+
+class FakeCuPy:
+    """As much of CuPy as the loader uses, over NVRTC as the tests call it."""
+
+    def __init__(self):
+        self.compiled = []
+        self.current = 0
+        self.cuda = SimpleNamespace(
+            Device=lambda: SimpleNamespace(compute_capability="90"),
+            runtime=SimpleNamespace(getDevice=lambda: self.current),
+            nvrtc=SimpleNamespace(getVersion=nvrtc.version),
+            compiler=SimpleNamespace(compile_using_nvrtc=self._compile),
+        )
+
+    def _compile(self, text, options, filename):
+        self.compiled.append(filename)
+        assert options[: len(nvrtc.OPTIONS)] == nvrtc.OPTIONS
+        defines = dict(option.removeprefix("-D").split("=") for option in options[len(nvrtc.OPTIONS) :])
+        return nvrtc.compile_text(text, filename, "sm_90", defines).cubin, None
+
+    def RawModule(self, path):
+        content = Path(path).read_bytes()
+        assert content.startswith(b"\x7fELF")
+        return SimpleNamespace(get_function=lambda entry: (entry, entry.encode() in content, path))
+
+
+def test_a_kernel_is_compiled_once_and_kept_on_disk(monkeypatch, tmp_path):
+    fake = FakeCuPy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
+    for name in ("_modules", "_kernels"):
+        monkeypatch.setattr(loader, name, {})
+    loader._cache_folder.cache_clear()
+
+    def load(entry="decode_any", value="float16"):
+        return loader.kernel("decode.cu", entry, VALUE=value, FORMAT="fp8_e4m3")
+
+    first = load()
+    assert first[:2] == ("decode_any", True)
+    assert load() is first
+    assert load("decode_rows")[1:] == (True, first[2])
+    assert fake.compiled == ["decode.cu"]
+    assert load(value="float32")[2] != first[2]
+    assert len(fake.compiled) == 2
+    # Another device of the same kind, then another process: from disk.
+    fake.current = 1
+    assert load() == first
+    loader._kernels.clear(), loader._modules.clear()
+    assert load() == first
+    assert len(fake.compiled) == 2
+    # A changed header is another program.
+    expand = sources.expand
+    monkeypatch.setattr(sources, "expand", lambda name: expand(name) + "\n// changed\n")
+    loader._kernels.clear(), loader._modules.clear()
+    assert load()[2] != first[2]
+    assert len(fake.compiled) == 3
+    loader._cache_folder.cache_clear()
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    loader._cache_folder.cache_clear()
+    assert loader._cache_folder().is_dir()
+    loader._cache_folder.cache_clear()
 
 
 # Importing

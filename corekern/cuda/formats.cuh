@@ -6,6 +6,11 @@
 #define TARGET_ARCH __CUDA_ARCH__
 #endif
 
+// Decoding and rounding go through subnormal floats: see fp8.cuh and division.cuh.
+#if __CUDA_FTZ || defined(__CUDA_PREC_DIV) && !__CUDA_PREC_DIV
+#error "compile without -ftz=true, -prec-div=false and --use_fast_math"
+#endif
+
 struct fp8_e4m3 { unsigned char bits; };
 struct fp8_e5m2 { unsigned char bits; };
 struct float16 { unsigned short bits; };

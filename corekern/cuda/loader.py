@@ -1,13 +1,21 @@
 """Kernels ready to launch: compiled on first use by CuPy's NVRTC, kept by device, source and constants.
 
-CuPy keeps the cubins on disk (~/.cupy/kernel_cache), keyed by the whole source text, the options, the
-architecture and the compiler's version. The sources include no CUDA headers, so none have to be found.
+CuPy's own way from source to kernel always adds -ftz=true, which would flush the subnormal floats that carry
+small FP8 values, so the cubin is made here, with the options that the tests compile with, and CuPy loads it.
+Cubins lie beside CuPy's, in CUPY_CACHE_DIR or ~/.cupy/kernel_cache, named by a hash of the whole source text,
+the options, the architecture and the compiler's version. The sources include no CUDA headers, so none have
+to be found.
 
 CuPy is imported when the first kernel is asked for, not when this module is.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from corekern.cuda import sources
@@ -66,5 +74,32 @@ def _module(source: str, choices: dict[str, str]) -> Any:
     if found is None:
         defines = KERNELS[source].defines(choices)
         options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))
-        found = _modules[key] = cupy().RawModule(code=sources.expand(source), options=options)
+        path = _cubin(source, sources.expand(source), options)
+        found = _modules[key] = cupy().RawModule(path=str(path))
     return found
+
+
+def _cubin(source: str, text: str, options: tuple[str, ...]) -> Path:
+    """The compiled file for the current device: the kept one, or a new one."""
+    arch = cupy().cuda.Device().compute_capability
+    key = repr((text, options, arch, cupy().cuda.nvrtc.getVersion()))
+    path = _cache_folder() / f"corekern-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    if not path.exists():
+        binary, _ = cupy().cuda.compiler.compile_using_nvrtc(text, options, filename=source)
+        # Written aside and renamed: another process may read or write the same file.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(binary if isinstance(binary, bytes) else binary.encode())
+        os.replace(file.name, path)
+    return path
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    """Where CuPy keeps its cubins, or for this process a folder of its own where that cannot be written."""
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="corekern-"))

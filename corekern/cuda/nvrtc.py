@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from corekern.cuda import sources
 
-# --device-as-default-execution-space is what CuPy adds: the two ways compile the same program.
+# What loader.py compiles with too, and what CuPy adds there: both ways make the same program.
 OPTIONS = ("--std=c++17",)
 _AS_CUPY = ("--device-as-default-execution-space",)
 
