@@ -1,14 +1,15 @@
-"""The numba-cuda backend: its bits and invariances in numba-cuda's simulator, its compilation for every GPU.
+"""The numba-cuda backend: its bits and invariances, in numba-cuda's simulator and on a GPU, and its compilation.
 
-Neither needs a GPU. The simulator must be chosen before numba-cuda is imported, so this file is also a program:
-run with NUMBA_ENABLE_CUDASIM=1 it makes the checks and prints what failed as JSON, which the tests then read.
-The simulator's threads are Python's, so the shapes are small. What it does not show: its fma rounds twice, and
-NaNs keep payloads that a GPU drops.
+Only the tests marked `gpu` need one. The simulator must be chosen before numba-cuda is imported, so this file is
+also a program: run with NUMBA_ENABLE_CUDASIM=1 it makes the checks and prints what failed as JSON, which the
+tests then read. The simulator's threads are Python's, so the shapes are small. What it does not show: its fma
+rounds twice, and NaNs keep payloads that a GPU drops.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -29,7 +30,52 @@ from corekern.state import PartialState
 
 FP8 = ("fp8_e4m3", "fp8_e5m2")
 
-# ---- The checks, for the program in the simulator ----------------------------------------------------------
+# ---- Arrays on the device ------------------------------------------------------------------------------------
+
+
+def call(function, *arguments):
+    """function(*arguments), with NumPy arrays there and back where that means a GPU.
+
+    Arrays arrive as they were: views of one buffer, with their strides and offsets, stay that.
+    """
+    from corekern.simt.device import SIMULATED
+
+    if SIMULATED:
+        return function(*arguments)
+    import cupy
+
+    buffers = {}
+
+    def put(x):
+        if isinstance(x, np.ndarray):
+            root = x
+            while isinstance(root.base, np.ndarray):
+                root = root.base
+            if id(root) not in buffers:
+                buffers[id(root)] = root, cupy.asarray(root.reshape(-1).view(np.uint8))
+            memory = buffers[id(root)][1].data + (x.ctypes.data - root.ctypes.data)
+            return cupy.ndarray(x.shape, x.dtype, memory, x.strides)
+        return each(put, x)
+
+    def get(x):
+        return x.get() if isinstance(x, cupy.ndarray) else each(get, x)
+
+    result = get(function(*[put(x) for x in arguments]))
+    for root, buffer in buffers.values():
+        root.reshape(-1).view(np.uint8)[...] = buffer.get()
+    return result
+
+
+def each(function, x):
+    """`function` of what a list or a dataclass holds; anything else as it is."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(function(y) for y in x)
+    if isinstance(x, (PagedKVCache, PartialState)):
+        return type(x)(**{field.name: function(getattr(x, field.name)) for field in dataclasses.fields(x)})
+    return x
+
+
+# ---- The checks, which run in the simulator and on a GPU -----------------------------------------------------
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> None:
@@ -69,7 +115,7 @@ class Case:
         from corekern import simt
 
         case = dataclasses.replace(self, **changes)
-        return simt.attention_state(AttentionCall(problem_of(case), *case.arguments, case.scale))
+        return call(simt.attention_state, AttentionCall(problem_of(case), *case.arguments, case.scale))
 
 
 def make_case(
@@ -125,7 +171,7 @@ def check_decode_all_codes():
         for dtype in (np.float16, BFLOAT16, np.float32):
             for scale in (0.37, np.linspace(1e-3, 30.0, 256, dtype=np.float32)):
                 ours, theirs = np.empty(256, dtype), np.empty(256, dtype)
-                simt.decode(codes, ours, FORMATS[name], scale)
+                call(simt.decode, codes, ours, FORMATS[name], scale)
                 cpu.decode(codes, theirs, FORMATS[name], scale)
                 same_bits(ours, theirs)
 
@@ -152,7 +198,7 @@ def check_encode_bits():
         scales = np.random.default_rng(2).uniform(1e-3, 9.0, x.size).astype(np.float32)
         for saturate, scale in ((True, 1.0), (False, 0.3), (True, scales)):
             ours, theirs = np.empty(x.shape, np.uint8), np.empty(x.shape, np.uint8)
-            simt.encode(x, ours, FORMATS[name], scale, saturate)
+            call(simt.encode, x, ours, FORMATS[name], scale, saturate)
             cpu.encode(x, theirs, FORMATS[name], scale, saturate)
             same_bits(ours, theirs)
 
@@ -173,7 +219,7 @@ def check_encode_other_dtypes():
         x = x if dtype == np.float64 else x.astype(np.uint16).view(dtype)
         ours, theirs = np.empty(x.shape, np.uint8), np.empty(x.shape, np.uint8)
         scale = float(np.float32(0.3))  # what the public functions make of 0.3
-        simt.encode(x, ours, FORMATS["fp8_e4m3"], scale, True)
+        call(simt.encode, x, ours, FORMATS["fp8_e4m3"], scale, True)
         cpu.encode(x, theirs, FORMATS["fp8_e4m3"], scale, True)
         same_bits(ours, theirs)
 
@@ -183,12 +229,12 @@ def check_codec_strides():
 
     x = np.random.default_rng(3).standard_normal((6, 5, 4)).astype(np.float32)
     codes, expected = np.zeros((4, 5, 12), np.uint8), np.empty((4, 5, 6), np.uint8)
-    simt.encode(x.T, codes[:, :, ::-2], FORMATS["fp8_e4m3"], 0.5, True)
+    call(simt.encode, x.T, codes[:, :, ::-2], FORMATS["fp8_e4m3"], 0.5, True)
     cpu.encode(np.ascontiguousarray(x.T), expected, FORMATS["fp8_e4m3"], 0.5, True)
     same_bits(codes[:, :, ::-2], expected)
     assert not codes[:, :, ::2].any()
     values = np.zeros((6, 5, 8), np.float16)
-    simt.decode(expected.T, values[:, :, 1::2], FORMATS["fp8_e4m3"], 0.5)
+    call(simt.decode, expected.T, values[:, :, 1::2], FORMATS["fp8_e4m3"], 0.5)
     same_bits(values[:, :, 1::2], reference.decode(expected.T, "fp8_e4m3", 0.5).astype(np.float16))
 
 
@@ -313,7 +359,7 @@ def check_waves():
     assert plan.tiles_per_wave == 1
     assert plan.tiles > 1
     workspace = np.full(plan.workspace_bytes, 0xFF, np.uint8)
-    plan.launch(*case.arguments, case.scale, workspace, state)
+    call(plan.launch, *case.arguments, case.scale, workspace, state)
     same_states(case.state(), state)
 
 
@@ -324,13 +370,13 @@ def check_output_is_the_finalized_state():
     state = case.state()
     for dtype in (np.float16, BFLOAT16, np.float32):
         finalized = np.empty(case.q.shape, dtype)
-        simt.finalize(state, finalized)
+        call(simt.finalize, state, finalized)
         expected = np.empty(case.q.shape, dtype)
         cpu.finalize(state, expected)
         same_bits(finalized, expected)
         strided = np.zeros((2, 16, 4), dtype)[:, ::-1].swapaxes(1, 2)[:, ::2]
         plan = simt.plan_launch(problem_of(case), case.block_table.shape[1], np.dtype(dtype).name)
-        plan.launch(*case.arguments, case.scale, np.empty(plan.workspace_bytes, np.uint8), strided)
+        call(plan.launch, *case.arguments, case.scale, np.empty(plan.workspace_bytes, np.uint8), strided)
         same_bits(strided, expected)
 
 
@@ -389,15 +435,15 @@ def check_merge():
     halves[1][:, ::2] = -1
     nothing = case.state(row_lengths=np.zeros_like(case.row_lengths))
     parts = [nothing, *(case.state(block_table=table) for table in halves)]
-    merged, whole = simt.merge(parts), case.state()
+    merged, whole = call(simt.merge, parts), case.state()
     same_bits(merged.maximum, whole.maximum)
     # Two folds of one FMA each, over states that are themselves a few roundings from exact.
     np.testing.assert_allclose(merged.sum, whole.sum, rtol=1e-6)
     scale = np.abs(whole.numerator).max()
     np.testing.assert_allclose(merged.numerator, whole.numerator, rtol=0, atol=2e-6 * scale)
-    same_states(simt.merge([whole]), whole)
-    assert simt.merge([whole]).numerator is not whole.numerator
-    same_states(simt.merge([nothing, nothing]), nothing)
+    same_states(call(simt.merge, [whole]), whole)
+    assert call(simt.merge, [whole]).numerator is not whole.numerator
+    same_states(call(simt.merge, [nothing, nothing]), nothing)
 
 
 def problem_of(case: Case) -> AttentionProblem:
@@ -506,28 +552,7 @@ def hasten_simulator() -> None:
     kernelapi.FakeCUDAShared.array = array
 
 
-# ---- The tests ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def simulated():
-    pytest.importorskip("numba.cuda.core", reason="numba-cuda is not installed")
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_in_the_simulator(simulated, check):
-    assert check in simulated["seconds"]
-    assert check not in simulated["failed"], simulated["failed"][check]
-
+# ---- Compilation, without a GPU -------------------------------------------------------------------------------
 
 ARCHITECTURES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
@@ -645,7 +670,7 @@ def test_every_kernel_compiles_for_every_architecture(lower, tmp_path):
 
 def test_a_broken_kernel_does_not_compile(lower, tmp_path):
     from numba import cuda
-    from numba.core.errors import TypingError
+    from numba.cuda.core.errors import TypingError
 
     from corekern.simt.convert import rounder
     from corekern.simt.device import array_type
@@ -660,6 +685,88 @@ def test_a_broken_kernel_does_not_compile(lower, tmp_path):
         lower(broken, (array_type(np.float32),))
     with pytest.raises(subprocess.CalledProcessError):
         assemble(".version 7.0\n.target sm_70\nbroken", (7, 0), tmp_path)
+
+
+# ---- The rest -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def program():
+    """The checks in the simulator, beside the other tests: they take the longest."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        yield None
+        return
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__],
+        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield program
+    program.kill()
+    program.wait()
+
+
+@pytest.fixture(scope="module")
+def simulated(program):
+    if program is None:
+        pytest.skip("numba-cuda is not installed")
+    output, _ = program.communicate()
+    assert program.returncode == 0
+    return json.loads(output)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_simulator(simulated, check):
+    assert check in simulated["seconds"]
+    assert check not in simulated["failed"], simulated["failed"][check]
+
+
+@pytest.fixture
+def gpu():
+    pytest.importorskip("numba.cuda.core", reason="numba-cuda is not installed")
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no CUDA device: {error}")
+    return cupy
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_gpu(gpu, check):
+    CHECKS[check]()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_reads_lengths_when_it_is_replayed(gpu):
+    from corekern import simt
+
+    case = make_case(rows=(2, 1), lengths=(600, 70))
+    q, table, lengths, starts = (
+        gpu.asarray(a) for a in (case.q, case.block_table, case.row_lengths, case.query_start_loc)
+    )
+    cache = dataclasses.replace(case.cache, k=gpu.asarray(case.cache.k), v=gpu.asarray(case.cache.v))
+    plan = simt.plan_attention(problem_of(case), table.shape[1], "float16")
+    workspace, out = gpu.empty(plan.workspace_bytes, np.uint8), gpu.empty(q.shape, q.dtype)
+    compiled = len(plan.split_kernel.overloads), len(plan.combine_kernel.overloads)
+    stream = gpu.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        plan.launch(q, cache, table, lengths, starts, case.scale, workspace, out)
+        graph = stream.end_capture()
+    assert (len(plan.split_kernel.overloads), len(plan.combine_kernel.overloads)) == compiled
+    for new in (case.row_lengths, np.int32([0, 513, 3]), np.int32([1, 0, 70])):
+        lengths[...] = gpu.asarray(new)
+        gpu.cuda.Device().synchronize()
+        with stream:
+            graph.launch()
+            stream.synchronize()
+        expected = np.empty(case.q.shape, np.float16)
+        cpu.finalize(case.state(row_lengths=new), expected)
+        same_bits(out.get(), expected)
 
 
 def test_import_without_numba_cuda_says_what_to_install():
