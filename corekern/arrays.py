@@ -149,6 +149,8 @@ def check_array(
         raise ValueError(
             f"{name}: strides {array.strides} are not multiples of its {array.itemsize}-byte elements"
         )
+    if _is_cupy(array) and array.data.ptr % array.itemsize:  # the CPU reads such views; a GPU faults
+        raise ValueError(f"{name}: its address is not a multiple of its {array.itemsize}-byte elements")
     if writeable and not getattr(array.flags, "writeable", True):  # CuPy's arrays always are
         raise ValueError(f"{name}: is read-only")
     return array

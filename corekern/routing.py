@@ -18,7 +18,7 @@ class AttentionProblem:
     """What a dense attention call asks for: everything a route may depend on, and no data."""
 
     device: str
-    """"cpu" or "cuda"."""
+    """ "cpu", or "cuda:<index>"."""
     rows: int
     requests: int
     q_heads: int
@@ -47,6 +47,12 @@ ROUTES = (
         backend="cpu",
         state="fp32 numerator/max/sum",
         refuse=lambda problem: None if problem.device == "cpu" else f"arrays are on {problem.device}",
+    ),
+    Route(
+        name="scalar_fp32",
+        backend="simt",
+        state="fp32 numerator/max/sum",
+        refuse=lambda problem: "arrays are on the CPU" if problem.device == "cpu" else None,
     ),
 )
 

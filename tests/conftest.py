@@ -2,19 +2,25 @@
 
 import hypothesis
 import pytest
-from helpers import CPU, Backend
+from helpers import CPU, Backend, cuda_backend, why_no_gpu
 
 # No deadline: the first example of a test may compile kernels.
 hypothesis.settings.register_profile("corekern", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("corekern")
 
-BACKENDS = [pytest.param(CPU, id="cpu")]
+NO_GPU = why_no_gpu()
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if NO_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request) -> Backend:
     """Each backend in turn; contract tests use nothing else to make and read arrays."""
-    return request.param
+    return CPU if request.param == "cpu" else cuda_backend()
 
 
 @pytest.fixture(autouse=True)

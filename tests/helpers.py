@@ -82,6 +82,43 @@ CPU = Backend(
 )
 
 
+def why_no_gpu() -> str | None:
+    """Why CUDA tests cannot run here, or None."""
+    try:
+        import cupy
+        import numba.cuda
+
+        cupy.cuda.runtime.getDeviceCount()
+        cupy.zeros(1)
+    except Exception as error:  # CuPy's own types, or ImportError
+        return f"no usable CUDA device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return None if numba.cuda.is_available() else "numba-cuda finds no CUDA device"
+
+
+def cuda_backend() -> Backend:
+    import cupy
+
+    def view(buffer, shape, dtype, strides, offset):
+        if (buffer.data.ptr + offset) % np.dtype(dtype).itemsize:
+            pytest.skip("cuda: refuses elements that are not aligned to their size")
+        return cupy.ndarray(shape, dtype, buffer.data + offset, strides)
+
+    def asarray(array):
+        if getattr(array, "dtype", None) in FP8.values():
+            pytest.skip("cuda: CuPy has no FP8 dtype; codes are uint8 there")
+        return cupy.array(array)
+
+    return Backend(
+        name="cuda",
+        route="scalar_fp32",
+        asarray=asarray,
+        asnumpy=cupy.asnumpy,
+        zeros=cupy.zeros,
+        view=view,
+        limits=dataclasses.replace(CPU.limits, elements=10**8),
+    )
+
+
 # Bits
 
 
@@ -94,6 +131,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray, what: str = "") -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
+    actual, expected = np.atleast_1d(actual, expected)
     different = np.argwhere(bits(actual) != bits(expected))
     if len(different):
         where = tuple(int(i) for i in different[0])

@@ -94,6 +94,8 @@ def fails(function, kind, argument) -> None:
 def test_bad_calls(backend, case):
     kind, argument, change = CASES[case]
     arguments = PROBLEM.arguments(backend)
+    if backend.name != "cpu":  # where looking at values means waiting for a device, it is asked for
+        arguments["validate"] = True
     arguments |= change(backend, arguments)
     q = arguments["q"]
     shape = getattr(q, "shape", PROBLEM.q.shape)
@@ -166,10 +168,9 @@ def test_bad_outputs(backend, case):
 
 def test_read_only_outputs(backend):
     out = backend.asarray(np.full(PROBLEM.q.shape, 7, np.float16))
-    try:
-        out.flags.writeable = False
-    except AttributeError:
+    if not hasattr(out.flags, "writeable"):
         pytest.skip(f"{backend.name}: has no read-only arrays")
+    out.flags.writeable = False
     fails(lambda: PROBLEM.run(backend, out=out), ValueError, "out")
     assert (backend.asnumpy(out) == 7).all()
 
@@ -255,10 +256,12 @@ def test_causal_row_lengths_errors(backend):
         arguments = backend.asarray(np.array(seq_lens, dtype)), backend.asarray(np.array(starts, np.int32))
         return lambda: corekern.causal_row_lengths(*arguments, **options)
 
-    fails(call([1, 5], [0, 2, 3]), ValueError, "seq_lens")
-    fails(call([-1, 5], [0, 2, 3]), ValueError, "seq_lens")
     fails(call([5], [0, 2, 3]), ValueError, "seq_lens")
     fails(call([5, 5], [0, 2, 3], np.int64), TypeError, "seq_lens")
+    if backend.name != "cpu":  # values are not waited for
+        return
+    fails(call([1, 5], [0, 2, 3]), ValueError, "seq_lens")
+    fails(call([-1, 5], [0, 2, 3]), ValueError, "seq_lens")
     fails(call([5, 5], [0, 2, 1]), ValueError, "query_start_loc")
     fails(call([5, 5], [1, 2, 3]), ValueError, "query_start_loc")
     fails(call([5, 5], [0, 2, 3], rows=2), ValueError, "query_start_loc")
@@ -288,6 +291,8 @@ CODEC_CASES = {
 @pytest.mark.parametrize("case", CODEC_CASES)
 def test_encode_errors(backend, case):
     kind, argument, changes = CODEC_CASES[case]
+    if case == "one zero among scales" and backend.name != "cpu":
+        pytest.skip(f"{backend.name}: the values of scale arrays are not waited for")
     out = backend.asarray(np.full(4, 7, np.uint8))
     arguments = {"x": np.ones(4, np.float32), "out": out} | changes
     for name, value in arguments.items():

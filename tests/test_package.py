@@ -51,3 +51,8 @@ def test_without_a_command_there_is_help_and_exit_status_2():
     done = subprocess.run([sys.executable, "-m", "corekern.cli"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "doctor" in done.stdout
+
+
+def test_the_readmes_tables_are_those_of_the_results_files():
+    done = subprocess.run([sys.executable, "-m", "bench.tables", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "run python -m bench.tables"

@@ -1,0 +1,120 @@
+"""Writes the README's tables from the results files, so that no number in it is typed by hand.
+
+    python -m bench.tables            # rewrite README.md
+    python -m bench.tables --check    # exit 1 if it would change
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+
+from bench.common import RESULTS, ROOT
+
+README = ROOT / "README.md"
+
+
+def codec_cpu() -> str:
+    results = _load("codec-cpu")
+    rows = [
+        [
+            case["name"].removeprefix("codec/").replace("/", " "),
+            f"{case['ours_gelements_per_s']:.2f}",
+            *(_ratio(case, peer) for peer in ("ml_dtypes", "numpy_table", "torch")),
+        ]
+        for case in results["cases"]
+    ]
+    header = ["", "G elements/s", "ml_dtypes takes", "NumPy table takes", "torch takes"]
+    return _table(header, rows, results)
+
+
+def cpu_attention() -> str:
+    results = _load("cpu_attention-cpu")
+    rows = [
+        [
+            f"{int(case['name'].split('/L')[1].split('/')[0]):,}",
+            f"{case['ours']['median_us'] / 1e3:.1f} ms",
+            *(
+                _ratio(case, peer)
+                for peer in ("numpy_dequantize_blas", "torch_dequantize_sdpa", "torch_sdpa_on_float32")
+            ),
+            f"{case['memory_growth_MiB']:.0f} MiB",
+            f"{case['error']['rel_l2'] / case['error']['floor']:.4f}",
+        ]
+        for case in results["cases"]
+    ]
+    header = [
+        "tokens",
+        "corekern",
+        "NumPy: decode + BLAS takes",
+        "torch: decode + SDPA takes",
+        "torch: SDPA on float32 KV takes",
+        "memory",
+        "error / rounding floor",
+    ]
+    return _table(header, rows, results)
+
+
+def codec_cuda() -> str:
+    results = _load("codec-h200")
+    rows = [
+        [
+            case["name"].removeprefix("codec/").replace("/", " "),
+            f"{case['bytes'] / 2**20:,.0f} MiB",
+            f"{case['GBps']:,.0f} GB/s",
+            f"{100 * case['of_copy']:.0f} %",
+            _ratio(case, "torch"),
+        ]
+        for case in results["cases"]
+    ]
+    return _table(["", "moved", "bandwidth", "of a copy's", "torch takes"], rows, results)
+
+
+TABLES = {f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda)}
+
+
+def _load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text()) | {"file": f"bench/results/{name}.json"}
+
+
+def _ratio(case: dict, peer: str) -> str:
+    if peer not in case["peers"]:
+        return "-"
+    return f"{case['peers'][peer]['median_us'] / case['ours']['median_us']:.1f}x"
+
+
+def _table(header: list[str], rows: list[list[str]], results: dict) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    env = results["env"]
+    where = env["cpu"] if env["card"] == "cpu" else env["card"]
+    lines += ["", f"Medians on {where}, {env['date'][:10]}; `{env['command']}`, `{results['file']}`."]
+    return "\n".join(lines)
+
+
+def rewritten(text: str) -> str:
+    """The README with every table made again."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)",
+        lambda match: match[1] + TABLES[match[2]]() + match[3],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    old = README.read_text()
+    new = rewritten(old)
+    if not options.check:
+        README.write_text(new)
+    return int(options.check and new != old)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
