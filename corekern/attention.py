@@ -150,9 +150,10 @@ class AttentionPlan:
             target.shape != shape
             or target.dtype != dtype
             or not target.flags.c_contiguous
+            or not getattr(target.flags, "writeable", True)
             or arrays.device_of(target) != device
         ):
-            raise ValueError(f"out: is not a contiguous {shape} array of {dtype} on {device}")
+            raise ValueError(f"out: is not a writeable, contiguous {shape} array of {dtype} on {device}")
         routing.record(self._route, self.problem)
         self._run(queries, target)
         return out
@@ -361,7 +362,10 @@ def _check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
 def _output(call: AttentionCall, out: Any) -> Any:
     """The array to write: `out`, checked, or a new one like q."""
     if out is None:
-        return arrays.namespace(call.problem.device).empty(call.q.shape, call.q.dtype)
+        xp = arrays.namespace(call.problem.device)
+        if xp is not np and xp.cuda.get_current_stream().is_capturing():
+            raise ValueError("out: must be given during a graph capture, which may not allocate")
+        return xp.empty(call.q.shape, call.q.dtype)
     target = arrays.adopt(out, "out")
     arrays.check_same_device(cache=call.cache.k, out=target)
     inputs = {"q": call.q, "cache.k": call.cache.k, "cache.v": call.cache.v, "block_table": call.block_table}

@@ -106,7 +106,8 @@ def cuda_backend() -> Backend:
     def asarray(array):
         if getattr(array, "dtype", None) in FP8.values():
             pytest.skip("cuda: CuPy has no FP8 dtype; codes are uint8 there")
-        return cupy.array(array)
+        # CuPy would fill a 0-d array, and a fill with -0 gives +0.
+        return cupy.array(np.atleast_1d(array)).reshape(np.shape(array))
 
     return Backend(
         name="cuda",

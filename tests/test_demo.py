@@ -16,6 +16,7 @@ from corekern_examples import demo, display, fetch_model, llama, plot, score, sp
 from corekern_examples import tokenizer as tokenizing
 from corekern_examples.errors import DemoError
 from corekern_examples.gguf_model import load_model
+from corekern_examples.linear import linear, single_threaded_blas
 from tiny_llama import dense_logits, write_tiny
 
 import corekern
@@ -25,6 +26,12 @@ KV_FORMATS = ("float32", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # float32 rounds by 2^-24 an operation; the longest chain of the tiny model is two layers of products over
 # up to 256 terms, and errors add up like their square root: some 1e-6 of a logit's size. Ten times that.
 FLOAT32 = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blas():
+    with single_threaded_blas():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +215,15 @@ def test_verification_rows_have_the_bits_of_single_steps(model, kv_dtype, rows):
     assert np.array_equal(llama.logits(weights, together), np.concatenate(one_by_one))
 
 
+@pytest.mark.parametrize("outputs", [1, 3, 64, 1000])
+def test_linear_is_the_product(outputs):
+    rng = np.random.default_rng(6)
+    weight, x = rng.standard_normal((outputs, 96)), rng.standard_normal((8, 96))
+    found = linear(x.astype(np.float32), weight.astype(np.float32))
+    # 96 products of unit size, each rounded at 2^-24 of a sum of up to 30.
+    assert np.abs(found - x @ weight.T).max() < 96 * 30 * 2.0**-24
+
+
 @pytest.mark.parametrize("rows", [llama.STEP_ROWS, llama.PREFILL_ROWS])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
@@ -218,11 +234,11 @@ def test_linear_row_bits_do_not_depend_on_place_or_neighbours(outputs, inputs, r
     rng = np.random.default_rng(5)
     weight = rng.standard_normal((outputs, inputs), dtype=np.float32)
     x = rng.standard_normal((rows, inputs), dtype=np.float32)
-    expected = llama._linear(x, weight)[0]
+    expected = linear(x, weight)[0]
     for place in {0, 1, rows // 2 + 1, rows - 1}:
         others = rng.standard_normal((rows, inputs), dtype=np.float32) * 100
         others[place] = x[0]
-        assert np.array_equal(llama._linear(others, weight)[place], expected)
+        assert np.array_equal(linear(others, weight)[place], expected)
 
 
 def test_rolled_back_state_forgets(model):

@@ -564,6 +564,22 @@ def test_a_visible_nan_in_k_reaches_its_heads(backend, kv_dtype):
     assert_same_bits(out[:, 3:], expected[:, 3:])
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8_e5m2", "float16"])
+def test_a_score_of_minus_infinity_is_a_probability_of_zero(backend, kv_dtype):
+    # In the first of four 64-element chains, so that compensated sums go on after it.
+    problem = make_problem(31, seq_lens=(40,), q_heads=2, head_dim=256, kv_dtype=kv_dtype)
+    q, k = np.abs(problem.q), problem.k.copy()
+    page, offset = divmod(7, k.shape[1])
+    at = (problem.block_table[0, page], offset, 0, 3)
+    k[at] = 0xFC if k.dtype == np.uint8 else -np.inf
+    problem = problem.but(q=q, k=k)
+    expected = problem.expected()
+    assert np.isfinite(expected).all()
+    # float16 rounding: half a unit in the last place of 11 bits, and what FP32 adds to it.
+    error = np.abs(problem.run(backend) - expected)
+    assert (error <= 2**-11 * np.abs(expected) * 1.01 + 1e-6).all()
+
+
 @pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 def test_a_query_that_is_not_finite_reaches_its_row_and_head(backend, value, q_dtype):

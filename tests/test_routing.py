@@ -42,7 +42,7 @@ def test_route_counts_is_a_copy(backend):
 def test_a_refused_call_is_not_counted(backend):
     before = corekern.route_counts()
     with pytest.raises(ValueError, match=r"^row_lengths: "):
-        problem().but(row_lengths=np.int32([-1, 2])).run(backend)
+        problem().but(row_lengths=np.int32([-1, 2])).run(backend, validate=True)
     with pytest.raises(ValueError, match=r"^route: "):
         problem().run(backend, route="warp_drive")
     assert corekern.route_counts() == before

@@ -70,7 +70,7 @@ def each(function, x):
     """`function` of what a list or a dataclass holds; anything else as it is."""
     if isinstance(x, (list, tuple)):
         return type(x)(function(y) for y in x)
-    if isinstance(x, (PagedKVCache, PartialState)):
+    if isinstance(x, (AttentionCall, PagedKVCache, PartialState)):
         return type(x)(**{field.name: function(getattr(x, field.name)) for field in dataclasses.fields(x)})
     return x
 
@@ -312,6 +312,14 @@ def check_cancelling_scores():
     scores = case.state(q=np.ones_like(case.q)).maximum[:, 0]
     wide = k.astype(np.float64) * unit
     assert (np.abs(scores - wide.sum(1)) <= 2.0**-21 * np.abs(wide).sum(1)).all()
+
+
+def check_infinite_scores():
+    """A key of -inf gives its token weight 0: the sum's compensation must not make inf - inf of it."""
+    case = make_case(rows=(1,), lengths=(6,), group=1, head_dim=40, kv="fp8_e5m2")
+    case = dataclasses.replace(case, q=np.abs(case.q))
+    case.cache.k[case.block_table[0, 0], 2, 0, [0, 20]] = 0xFC
+    near_reference(case)
 
 
 def check_relocated_pages():
@@ -625,24 +633,22 @@ def every_kernel():
         yield name, lambda a=(q, kv, lanes, dims): (split.split_kernel(*a), split.split_types(*a[:2]))
 
 
-# Every format of q and of KV, every number of lanes, and both sizes of head_dim.
+# Every number of lanes, both sizes of head_dim, and the formats that the others do not convert.
 SPLITS = (
     ("float16", "fp8_e4m3", 16, 2),
     ("float16", "fp8_e4m3", 8, 2),
     ("float16", "fp8_e4m3", 4, 1),
     ("bfloat16", "fp8_e5m2", 16, 1),
     ("float32", "float32", 4, 2),
-    ("float16", "float16", 4, 1),
-    ("bfloat16", "bfloat16", 4, 1),
 )
 
 
-def compile_all(lower, tmp_path, names, assembled) -> None:
-    """PTX for every architecture that the compiler knows, and machine code for those in `assembled`."""
+def compile_all(lower, tmp_path, names, architectures, assembled) -> None:
+    """PTX for those architectures that the compiler knows, and machine code for those in `assembled`."""
     for name, make in every_kernel():
         if name in names:
             library = lower(*make())
-            for architecture in filter(supported, ARCHITECTURES):
+            for architecture in filter(supported, architectures):
                 ptx = library.get_asm_str(cc=architecture)
                 assert ".target sm_{}{}".format(*architecture) in ptx
                 if architecture in assembled:
@@ -659,13 +665,15 @@ def test_kernels_compile_for_every_architecture(lower, tmp_path):
         "combine-None",
         "finalize-float16",
         "merge",
+        "split-float16-fp8_e4m3-4-1",
     )
-    compile_all(lower, tmp_path, (*names, "split-float16-fp8_e4m3-4-1"), [(7, 0)])
+    compile_all(lower, tmp_path, names, ARCHITECTURES, assembled=ARCHITECTURES[:1])
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_every_architecture(lower, tmp_path):
-    compile_all(lower, tmp_path, [name for name, _ in every_kernel()], ARCHITECTURES)
+def test_every_kernel_compiles_for_the_oldest_and_the_newest_architecture(lower, tmp_path):
+    ends = (ARCHITECTURES[0], ARCHITECTURES[-1])
+    compile_all(lower, tmp_path, [name for name, _ in every_kernel()], ends, assembled=ends)
 
 
 def test_a_broken_kernel_does_not_compile(lower, tmp_path):
@@ -749,7 +757,7 @@ def test_a_captured_graph_reads_lengths_when_it_is_replayed(gpu):
         gpu.asarray(a) for a in (case.q, case.block_table, case.row_lengths, case.query_start_loc)
     )
     cache = dataclasses.replace(case.cache, k=gpu.asarray(case.cache.k), v=gpu.asarray(case.cache.v))
-    plan = simt.plan_attention(problem_of(case), table.shape[1], "float16")
+    plan = simt.plan_launch(problem_of(case), table.shape[1], "float16")
     workspace, out = gpu.empty(plan.workspace_bytes, np.uint8), gpu.empty(q.shape, q.dtype)
     compiled = len(plan.split_kernel.overloads), len(plan.combine_kernel.overloads)
     stream = gpu.cuda.Stream(non_blocking=True)

@@ -19,7 +19,9 @@ def write_cache(cache, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray) -
             pages[page, offset] = codes
         else:
             with np.errstate(over="ignore", invalid="ignore"):
-                pages[page, offset] = (new if scale == 1.0 else new / np.float32(scale)).astype(pages.dtype)
+                pages[page, offset] = (
+                    new if scale == 1.0 else new.astype(np.float32) / np.float32(scale)
+                ).astype(pages.dtype)
 
 
 def gather_cache(cache, pages: np.ndarray, length: int, k_out: np.ndarray, v_out: np.ndarray) -> None:

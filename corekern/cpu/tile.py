@@ -117,7 +117,10 @@ def _compensated_product(vectors: int):
                     old = _load(builder, total, here)
                     y = builder.fsub(parts[i][v], _load(builder, lost, here))
                     new = builder.fadd(old, y)
-                    _store(builder, builder.fsub(builder.fsub(new, old), y), lost, here)
+                    error = builder.fsub(builder.fsub(new, old), y)
+                    # Infinite scores have no error: inf - inf would make them NaN at the next step.
+                    error = builder.select(builder.fcmp_ordered("==", error, error), error, _ZERO)
+                    _store(builder, error, lost, here)
                     _store(builder, new, total, here)
             return context.get_dummy_value()
 

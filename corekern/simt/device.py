@@ -36,14 +36,13 @@ def flatten(array: Any) -> tuple[Any, tuple[int, ...]]:
     """
     item = array.itemsize
     strides = tuple(s // item for s in array.strides)
-    if array.size == 0:
+    if array.flags.c_contiguous:
         return _argument(array.reshape(-1)), (0, *strides)
     steps = [(n - 1) * s for n, s in zip(array.shape, strides, strict=True)]
     low, high = sum(min(0, s) for s in steps), sum(max(0, s) for s in steps)
-    corner = tuple(
-        slice(n - 1, n) if s < 0 else slice(0, 1) for n, s in zip(array.shape, strides, strict=True)
-    )
-    span = namespace().lib.stride_tricks.as_strided(array[corner], (high - low + 1,), (item,))
+    if low < 0:
+        array = array[tuple(slice(-1, None) if s < 0 else slice(0, 1) for s in strides)]
+    span = namespace().lib.stride_tricks.as_strided(array, (high - low + 1,), (item,))
     return _argument(span), (-low, *strides)
 
 

@@ -128,7 +128,9 @@ def kahan(total, lost, i, value):
     """total[i] += value, with its running error in lost[i]."""
     y = value - lost[i]
     new = total[i] + y
-    lost[i] = (new - total[i]) - y
+    error = (new - total[i]) - y
+    # Infinite scores have no error: inf - inf would make them NaN at the next step.
+    lost[i] = error if error == error else _ZERO
     total[i] = new
 
 
