@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from corekern_examples.gguf_model import Model
     from corekern_examples.tokenizer import ModelTokenizer
 
-EXTRAS = ("gguf", "tokenizers", "matplotlib", "rich")
+EXTRAS = ("gguf", "tokenizers", "matplotlib", "rich", "threadpoolctl")
 FORMATS = ("float32", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 DRAFT_FORMATS = ("float32", "fp8_e4m3")
 DRAFT_TOKENS = 96
@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         _require_extras()
-        return _run(args)
+        from corekern_examples.linear import single_threaded_blas
+
+        with single_threaded_blas():
+            return _run(args)
     except DemoError as error:
         print(f"corekern demo: {error}", file=sys.stderr)
         return error.exit_code

@@ -70,8 +70,8 @@ def _quarters(label: str, total: int) -> Callable[[int], None]:
     def advance(amount: int) -> None:
         nonlocal done, shown
         done += amount
-        quarter = min(4 * done // total, 3)
-        if quarter > shown and time.perf_counter() - start > 5:
+        quarter = 4 * done // total
+        if shown < quarter < 4 and time.perf_counter() - start > 5:
             print(f"{label}: {25 * quarter} %", file=sys.stderr, flush=True)
             shown = quarter
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from corekern_examples.errors import DemoError
 from corekern_examples.gguf_model import LayerWeights, LlamaConfig, LlamaWeights
+from corekern_examples.linear import linear
 
 import corekern
 
@@ -129,7 +130,7 @@ def forward(
         q, k, v = _project(config, layer, _rms_norm(x, layer.attention_norm, config.rms_epsilon), rotation)
         cache.write(k, v, slots)
         attention = corekern.paged_attention(q, cache, state.block_table, row_lengths, query_start_loc)
-        x = x + _linear(attention.reshape(rows, -1), layer.attention_output)
+        x = x + linear(attention.reshape(rows, -1), layer.attention_output)
         x = x + _feed_forward(layer, _rms_norm(x, layer.ffn_norm, config.rms_epsilon))
     state.length += count
     return _rms_norm(x[:count], weights.output_norm, config.rms_epsilon)
@@ -180,15 +181,8 @@ def logits(weights: LlamaWeights, hidden: np.ndarray) -> np.ndarray:
     block = STEP_ROWS if count <= STEP_ROWS else PREFILL_ROWS
     padded = np.zeros((-(-count // block) * block, hidden_size), np.float32)
     padded[:count] = hidden
-    scores = [_linear(padded[i : i + block], weights.output) for i in range(0, len(padded), block)]
+    scores = [linear(padded[i : i + block], weights.output) for i in range(0, len(padded), block)]
     return np.concatenate(scores)[:count] if len(scores) > 1 else scores[0][:count]
-
-
-def _linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """(rows, inputs) x (outputs, inputs) -> (rows, outputs)."""
-    # With the rows as contiguous columns the weights are the left operand and stream through once:
-    # 2.5 times as fast at 8 rows as x @ weight.T in OpenBLAS.
-    return np.ascontiguousarray((weight @ np.ascontiguousarray(x.T)).T)
 
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -200,7 +194,7 @@ def _project(
     config: LlamaConfig, layer: LayerWeights, x: np.ndarray, rotation: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q (rows, q_heads, head_dim) and k, v (rows, kv_heads, head_dim), with q and k rotated."""
-    heads = _linear(x, layer.qkv).reshape(len(x), -1, config.head_dim)
+    heads = linear(x, layer.qkv).reshape(len(x), -1, config.head_dim)
     rotated = config.q_heads + config.kv_heads
     _rotate(heads[:, :rotated, : config.rope_dimensions], *rotation)
     q, k, v = np.split(heads, (config.q_heads, rotated), axis=1)
@@ -232,8 +226,8 @@ def _rotate(x: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> None:
 
 
 def _feed_forward(layer: LayerWeights, x: np.ndarray) -> np.ndarray:
-    gate, up = np.split(_linear(x, layer.gate_up), 2, axis=1)
+    gate, up = np.split(linear(x, layer.gate_up), 2, axis=1)
     # exp of a very negative gate's negation overflows to inf, and the quotient is then the right zero.
     with np.errstate(over="ignore"):
         activated = gate / (1 + np.exp(-gate)) * up
-    return _linear(activated, layer.ffn_down)
+    return linear(activated, layer.ffn_down)

@@ -46,7 +46,7 @@ def draw(
 def _positions(axes: Axes, differences: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
     # Formats that agree to the bit still need an axis.
     ceiling = max(1e-6, *(float(values.max()) for values in differences.values()))
-    # Three and a half decades: a difference of exactly 0, or one near it, sits on the floor.
+    # Three and a half decades; a difference of exactly 0, or one near it, sits on the floor.
     floor = ceiling / 3000
     for name, values in differences.items():
         # Token 0 is predicted by nothing; the first score is that of position 1.

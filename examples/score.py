@@ -74,10 +74,11 @@ def score_passage(
         raise ValueError(f"tokens: {len(tokens)} given; scoring takes at least 2")
     state = new_state(model.config, len(tokens), kv_dtype, page_size=page_size)
     targets = np.asarray(tokens)
-    log_probs, top1 = [], []
+    log_probs: list[np.ndarray] = []
+    top1: list[np.ndarray] = []
 
     def take(hidden: np.ndarray) -> None:
-        done = sum(map(len, log_probs))
+        done = sum(len(part) for part in log_probs)
         expected = targets[done + 1 : done + 1 + len(hidden)]
         # The passage's last token predicts one that is not there.
         scores = logits(model.weights, hidden)[: len(expected)]

@@ -87,7 +87,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> ModelTokenizer:
     # A user's text that spells a control token is text: control tokens come from code, by id.
     tokenizer.encode_special_tokens = True
 
-    prefix_ids = ()
+    prefix_ids: tuple[int, ...] = ()
     if vocabulary.add_bos and vocabulary.bos_id is not None:
         prefix_ids = (vocabulary.bos_id,)
     ends = {ids[token] for token in END_TOKENS if token in ids}
