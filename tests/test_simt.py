@@ -699,9 +699,10 @@ def test_a_broken_kernel_does_not_compile(lower, tmp_path):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def program():
-    """The checks in the simulator, beside the other tests: they take the longest."""
-    if importlib.util.find_spec("numba_cuda") is None:
+def program(request):
+    """The checks in the simulator, if any are asked for, beside the other tests: they take the longest."""
+    asked = any("simulated" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if not asked or importlib.util.find_spec("numba_cuda") is None:
         yield None
         return
     program = subprocess.Popen(
