@@ -141,13 +141,10 @@ def _run(args: argparse.Namespace) -> int:
     drafting, draft_text = _draft(model, tokenizer, copy_prompt, args.page_size)
 
     score_rows = report.score_rows(scores, comparisons)
-    table(
-        f"{len(passage) - 1} tokens scored: log-prob difference from float32 KV",
-        report.SCORE_HEADER,
-        score_rows,
-    )
-    table("Mean |difference| by tenth of the passage", report.DRIFT_HEADER, report.drift_rows(comparisons))
-    table("Speculative drafts, one request", report.DRAFT_HEADER, report.draft_rows(drafting))
+    title = f"{len(passage) - 1} tokens scored: |log-prob difference| from float32 KV, in nats"
+    table(title, report.SCORE_HEADER, score_rows)
+    table("Its mean by tenth of the passage", *report.drift_table(comparisons))
+    table("Speculative drafts: one request, decoded twice", report.DRAFT_HEADER, report.draft_rows(drafting))
     print("\n".join(report.sentences(scores, comparisons, drafting)))
 
     data = {

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -41,15 +42,14 @@ def phase(label: str, total: int) -> Iterator[Callable[[int], None]]:
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: the first column flush left, the others flush right."""
     if sys.stdout.isatty():
-        shown = Table(title=title, title_justify="left", title_style="bold")
+        shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         for index, name in enumerate(header):
             shown.add_column(name, justify="right" if index else "left")
         for row in rows:
             shown.add_row(*row)
         Console().print(shown)
     else:
-        print(plain_table(title, header, rows))
-    print(flush=True)
+        print(plain_table(title, header, rows) + "\n", flush=True)
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,16 +10,8 @@ from corekern_examples.score import DECILES, Comparison, PassageScore
 from corekern_examples.speculate import Generation
 
 REFERENCE = "float32"
-SCORE_HEADER = (
-    "KV format",
-    "bytes/token",
-    "mean |diff| (nats)",
-    "largest",
-    "top-1 agreement",
-    "perplexity",
-)
-DRIFT_HEADER = ("KV format", *(f"{100 * part // DECILES}%" for part in range(1, DECILES + 1)))
-DRAFT_HEADER = ("KV format", "tokens", "drafted", "accepted", "steps, plain", "steps, drafts", "same tokens")
+SCORE_HEADER = ("KV format", "bytes/token", "mean |diff|", "largest", "same top-1", "perplexity")
+DRAFT_HEADER = ("KV format", "tokens", "drafted", "accepted", "plain steps", "draft steps", "same")
 
 
 @dataclass(frozen=True)
@@ -49,9 +41,14 @@ def score_rows(scores: dict[str, PassageScore], comparisons: dict[str, Compariso
     return rows
 
 
-def drift_rows(comparisons: dict[str, Comparison]) -> list[list[str]]:
-    """The rows under `DRIFT_HEADER`."""
-    return [[name, *(f"{part:.4f}" for part in found.deciles)] for name, found in comparisons.items()]
+def drift_table(comparisons: dict[str, Comparison]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a tenth of the passage a row, a format a column."""
+    rows = [
+        [f"{100 * part // DECILES}-{100 * (part + 1) // DECILES} %"]
+        + [f"{found.deciles[part]:.4f}" for found in comparisons.values()]
+        for part in range(DECILES)
+    ]
+    return ["position", *comparisons], rows
 
 
 def draft_rows(drafting: dict[str, Drafting]) -> list[list[str]]:
@@ -89,7 +86,7 @@ def sentences(
         f"the likeliest token stays the same at {100 * found.top1_agreement:.1f} % of positions. "
         f"E5M2 moves log-probs {comparisons['fp8_e5m2'].mean / max(found.mean, 1e-12):.1f} times as far.",
         f"Mean difference in the first half of the passage {halves[0]:.3f}, in the second {halves[1]:.3f}.",
-        "Drafts changed no token: every row of a verification call has the bits of plain decoding."
+        "Drafts changed no token: with and without them, greedy output is the same."
         if changed == 0
         else f"Drafts changed the text with {changed} of {len(drafting)} KV formats.",
     ]
