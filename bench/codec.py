@@ -72,13 +72,18 @@ def report(cases: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", type=int, default=1 << 26, help="elements (default 2^26)")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--output", help="results file (default bench/results/codec-cpu.json)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", type=int, default=1 << 26, help="elements, on the CPU (default 2^26)")
+    parser.add_argument("--repeats", type=int, default=15, help="on the CPU")
+    parser.add_argument("--quick", action="store_true", help="5 samples a case instead of 30, on a GPU")
+    parser.add_argument("--output", help="results file (default bench/results/codec-<card>.json)")
     options = parser.parse_args()
+    if options.device == "cuda":
+        from bench import codec_cuda
+
+        codec_cuda.measure(options.quick, options.output)
+        return
     cases = cpu_cases(options.size, options.repeats)
     report(cases)
     print("wrote", write_results("codec-cpu", cases, options.output, card="cpu"))
