@@ -84,7 +84,8 @@ def _directory() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _library(text: str, entries: tuple[str, ...], defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    if compiler() is None:
+    gpp = compiler()
+    if gpp is None:
         raise RuntimeError("emulating kernels needs g++")
     program = [
         f"#define HAS_BARRIERS {int('__syncthreads' in text)}",
@@ -97,7 +98,7 @@ def _library(text: str, entries: tuple[str, ...], defines: tuple[tuple[str, str]
     name = hashlib.sha256(repr((program, defines)).encode()).hexdigest()[:16]
     path = Path(_directory().name, name)
     path.with_suffix(".cpp").write_text("\n".join(program))
-    command = [compiler(), *_FLAGS, *(f"-D{k}={v}" for k, v in defines), "-o", f"{path}.so", f"{path}.cpp"]
+    command = [gpp, *_FLAGS, *(f"-D{k}={v}" for k, v in defines), "-o", f"{path}.so", f"{path}.cpp"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"does not compile for the CPU, with {dict(defines)}:\n{done.stderr}")

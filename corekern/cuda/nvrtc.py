@@ -71,8 +71,8 @@ def compile_text(text: str, name: str, arch: str, defines: Mapping[str, str]) ->
     _, program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        log = log.rstrip(b"\0").decode(errors="replace")
+        written = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = written.rstrip(b"\0").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{name} for {arch} with {dict(defines)}:\n{log}")
         cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)

@@ -55,7 +55,7 @@ def merge_axes(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Axes:
             merged.append((length, steps))
     if not merged:
         merged = [(1, [1, 1, 0])]
-    return Axes(tuple(n for n, _ in merged), tuple(tuple(s) for _, s in merged))
+    return Axes(tuple(n for n, _ in merged), tuple((x, y, scale) for _, (x, y, scale) in merged))
 
 
 def pieces(axes: Axes, vector: int) -> Iterator[Axes]:
@@ -82,8 +82,8 @@ def pieces(axes: Axes, vector: int) -> Iterator[Axes]:
 
 
 def _moved(axes: Axes, index: int, axis: int = 0) -> tuple[int, int, int]:
-    moved = (s + index * step for s, step in zip(axes.start, axes.strides[axis], strict=True))
-    return tuple(moved)
+    source, target, scale = (s + index * step for s, step in zip(axes.start, axes.strides[axis], strict=True))
+    return source, target, scale
 
 
 def takes_vectors(axes: Axes, vector: int, *arrays: tuple[int, int]) -> bool:
