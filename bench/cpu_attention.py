@@ -48,7 +48,7 @@ def problem(context: int) -> dict:
 
 def numpy_attention(q, codes, lengths, table):
     """Dequantize and BLAS: what a NumPy user writes, with the mask on the causal tail alone."""
-    k, v = (np.take(table, c) for c in codes)
+    k, v = (np.take(table, c, mode="clip") for c in codes)  # the fastest of NumPy's look-ups
     queries = q.astype(np.float32).reshape(-1, HEAD_DIM) * np.float32(K_SCALE * HEAD_DIM**-0.5)
     scores = queries @ k.T
     tail = int(lengths.min())
