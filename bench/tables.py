@@ -74,7 +74,36 @@ def codec_cuda() -> str:
     return _table(["", "moved", "bandwidth", "of a copy's", "torch takes"], rows, results)
 
 
-TABLES = {f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda)}
+def demo() -> str:
+    found = json.loads((RESULTS / "demo-cpu.json").read_text())["scores"]
+    rows = []
+    for name, score in found["formats"].items():
+        if name == found["reference"]:
+            differences = ["-", "-", "-", "-"]
+        else:
+            deciles = score["mean_abs_difference_by_decile"]
+            differences = [
+                f"{score['mean_abs_difference']:.4f}",
+                f"{deciles[0]:.4f}",
+                f"{deciles[-1]:.4f}",
+                f"{100 * score['top1_agreement']:.1f} %",
+            ]
+        rows.append([name, f"{score['bytes_per_token']:,}", *differences, f"{score['perplexity']:.3f}"])
+    header = [
+        "KV format",
+        "bytes a token",
+        "mean log-prob difference",
+        "first tenth",
+        "last tenth",
+        "same top-1",
+        "perplexity",
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    note = f"{found['scored_tokens']} tokens of a passage, differences in nats from float32 KV; `corekern demo`."
+    return "\n".join([*lines, "", note])
+
+
+TABLES = {f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda, demo)}
 
 
 def _load(name: str) -> dict:

@@ -11,7 +11,12 @@ hypothesis.settings.load_profile("corekern")
 NO_GPU = why_no_gpu()
 
 
+# Files that take minutes go first, or one worker would still be at them when the others are done.
+LONG = ("test_simt.py", "test_cuda_compile.py", "test_cuda_emulated.py")
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         if NO_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))

@@ -40,6 +40,25 @@ def test_ci_runs_the_readmes_test_command():
     assert install_and_test in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
+def python_snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_readmes_cpu_example_runs():
+    (example,) = [code for code in python_snippets() if "cupy" not in code]
+    found: dict = {}
+    exec(example, found)
+    assert found["out"].shape == (4, 9, 64)
+    assert found["lengths"].tolist() == [61, 62, 63, 64]
+
+
+@pytest.mark.gpu
+def test_the_readmes_cupy_example_runs(capsys):
+    (example,) = [code for code in python_snippets() if "cupy" in code]
+    exec(example, {})
+    assert capsys.readouterr().out.split() == ["(2,", "8,", "128)", "scalar_fp32"]
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
 def test_commands_run(arguments):
     done = subprocess.run([sys.executable, "-m", "corekern.cli", *arguments], capture_output=True, text=True)

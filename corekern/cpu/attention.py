@@ -45,6 +45,9 @@ MAX_LANES = LANES * MAX_VECTORS
 # Partial states in flight are bounded by this much memory, or by two tasks a thread where that is more.
 WORKSPACE_BYTES = 8 << 20
 
+# Multiply-adds in a piece of work for a thread, at least: some 50 us, as much as handing it over costs.
+PIECE_PRODUCTS = 2_000_000
+
 _MINUS_INFINITY = np.float32(-np.inf)
 _LOG2_E = 1.4426950408889634
 
@@ -315,8 +318,9 @@ def attention_state(call) -> PartialState:
             storage(q), lengths, block_table, k_flat, k_layouts, v_flat, v_layouts, cache.num_pages,
             cache.page_size, scale, *workspace,
         )  # fmt: skip
-        # Hand-overs between threads must not cost more than the work: one task when splits are long.
-        grain = max(1, len(tasks) // (8 * num_threads()))
+        first = tasks[0]
+        products = 2 * padded_dim * (first[3] - first[2]) * min(SPLIT, int(lengths.max()))
+        grain = max(1, len(tasks) // (8 * num_threads()), int(PIECE_PRODUCTS // products))
         for_ranges(functools.partial(_run_tasks, tasks, *arguments), len(tasks), grain)
         _fold_tasks(
             tasks, blocks, 0, len(blocks), group, *workspace, state.numerator, state.maximum, state.sum

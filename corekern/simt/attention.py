@@ -8,7 +8,6 @@ nothing, and can be captured in a graph whose lengths change between replays.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,6 +145,18 @@ class LaunchPlan:
             out: an array of `out_dtype`, or where that is None a `PartialState` of contiguous arrays.
             stream: a CuPy stream or a stream's address; CuPy's current stream when None.
         """
+        self.bind(cache, block_table, row_lengths, query_start_loc, softmax_scale, workspace)(q, out, stream)
+
+    def bind(
+        self,
+        cache: Any,
+        block_table: Any,
+        row_lengths: Any,
+        query_start_loc: Any,
+        softmax_scale: float,
+        workspace: Any,
+    ) -> Callable[..., None]:
+        """`launch` with all but its q, out and stream: handing an array to numba-cuda takes some 40 us each."""
         problem = self.problem
         scratch = workspace[: self.workspace_bytes].view(np.float32)
         ends = (self.states * problem.head_dim, self.states * (problem.head_dim + 1))
@@ -156,36 +167,34 @@ class LaunchPlan:
         v, v_layout = device.flatten(storage(cache.v, cache.format)[0])
         table, table_layout = device.flatten(block_table)
         rows_seen = (*device.flatten(row_lengths), *device.flatten(query_start_loc))
+        paged = (k, k_layout[:4], v, v_layout[:4], table, (*table_layout, 0), *rows_seen)
         tiling = (self.tile_rows, self.gap, self.lane_blocks)
-        if self.out_dtype is None:
-            target, total, maximum = out.numerator, device.flatten(out.sum)[0], device.flatten(out.maximum)[0]
-        else:
-            target, total, maximum = storage(out)[0], partial[2], partial[1]  # the last two are not touched
-        first = (
-            *device.flatten(storage(q)[0]),
-            k,
-            k_layout[:4],
-            v,
-            v_layout[:4],
-            table,
-            (*table_layout, 0),
-            *rows_seen,
-        )
         extents = (problem.requests, problem.rows, self.group, problem.head_dim)
         pages = (cache.page_size, cache.num_pages, self.max_pages)
+        tokens = self.max_pages * cache.page_size
         scale = np.float32(softmax_scale * cache.k_scale * _LOG2_E)
-        for begin in range(0, self.tiles, self.tiles_per_wave):
-            wave = (begin, min(self.tiles_per_wave, self.tiles - begin))
-            blocks = wave[1] * self.lane_blocks
-            device.launch(
-                self.split_kernel, (self.splits * blocks, problem.kv_heads), THREADS, stream,
-                *first, (*extents, *pages), tiling, wave, scale, *partial,
-            )  # fmt: skip
-            device.launch(
-                self.combine_kernel, (blocks * self.lanes, problem.kv_heads), COMBINE_THREADS, stream,
-                *partial, *rows_seen, (*extents, self.max_pages * cache.page_size), tiling, wave,
-                np.float32(cache.v_scale), *device.flatten(target), maximum, total,
-            )  # fmt: skip
+        v_scale = np.float32(cache.v_scale)
+
+        def run(q: Any, out: Any, stream: Any = None) -> None:
+            if self.out_dtype is None:
+                target = device.flatten(out.numerator)
+                total, maximum = device.flatten(out.sum)[0], device.flatten(out.maximum)[0]
+            else:
+                target, total, maximum = device.flatten(storage(out)[0]), partial[2], partial[1]  # unused
+            queries = device.flatten(storage(q)[0])
+            for begin in range(0, self.tiles, self.tiles_per_wave):
+                wave = (begin, min(self.tiles_per_wave, self.tiles - begin))
+                blocks = wave[1] * self.lane_blocks
+                device.launch(
+                    self.split_kernel, (self.splits * blocks, problem.kv_heads), THREADS, stream,
+                    *queries, *paged, (*extents, *pages), tiling, wave, scale, *partial,
+                )  # fmt: skip
+                device.launch(
+                    self.combine_kernel, (blocks * self.lanes, problem.kv_heads), COMBINE_THREADS, stream,
+                    *partial, *rows_seen, (*extents, tokens), tiling, wave, v_scale, *target, maximum, total,
+                )  # fmt: skip
+
+        return run
 
 
 @lru_cache(maxsize=256)
@@ -213,31 +222,44 @@ def plan_launch(
 
 def attention(call: Any, out: Any) -> None:
     """out = the attention of a checked call; see `corekern.paged_attention`."""
-    _bound(call, out.dtype.name)(call.q, out)
+    _BoundCall(call, out.dtype.name)(call.q, out)
 
 
 def attention_state(call: Any) -> PartialState:
     """The FP32 state of every row over its tokens; see `corekern.partial_attention`."""
     state = _empty_state(*call.q.shape)
-    _bound(call, None)(call.q, state)
+    _BoundCall(call, None)(call.q, state)
     return state
 
 
 def plan_attention(call: Any) -> Callable[[Any, Any], None]:
     """A function (q, out) that runs the call with other queries; see `corekern.plan_attention`."""
-    run = _bound(call, call.q.dtype.name)
-    device.workspace(run.keywords["plan"].workspace_bytes)  # so that a capture finds it large enough
-    return run
+    return _BoundCall(call, call.q.dtype.name)
 
 
-def _bound(call: Any, out_dtype: str | None) -> functools.partial[None]:
-    plan = plan_launch(call.problem, call.block_table.shape[1], out_dtype)
-    arrays = (call.cache, call.block_table, call.row_lengths, call.query_start_loc, call.softmax_scale)
-    return functools.partial(_run, plan=plan, arrays=arrays)
+class _BoundCall:
+    """A call whose arrays numba-cuda already knows; bound again when its stream's workspace has grown."""
 
+    def __init__(self, call: Any, out_dtype: str | None) -> None:
+        self._plan = plan_launch(call.problem, call.block_table.shape[1], out_dtype)
+        self._arrays = (
+            call.cache,
+            call.block_table,
+            call.row_lengths,
+            call.query_start_loc,
+            call.softmax_scale,
+        )
+        self._bind(device.workspace(self._plan.workspace_bytes))
 
-def _run(q: Any, out: Any, *, plan: LaunchPlan, arrays: tuple) -> None:
-    plan.launch(q, *arrays, device.workspace(plan.workspace_bytes), out)
+    def _bind(self, workspace: Any) -> None:
+        self._workspace = workspace
+        self._run = self._plan.bind(*self._arrays, workspace)
+
+    def __call__(self, q: Any, out: Any) -> None:
+        workspace = device.workspace(self._plan.workspace_bytes)
+        if workspace is not self._workspace:
+            self._bind(workspace)
+        self._run(q, out)
 
 
 def merge(states) -> PartialState:
