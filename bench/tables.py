@@ -99,7 +99,9 @@ def demo() -> str:
         "perplexity",
     ]
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-    note = f"{found['scored_tokens']} tokens of a passage, differences in nats from float32 KV; `corekern demo`."
+    note = (
+        f"{found['scored_tokens']} tokens of a passage, differences in nats from float32 KV; `corekern demo`."
+    )
     return "\n".join([*lines, "", note])
 
 
@@ -127,8 +129,8 @@ def _table(header: list[str], rows: list[list[str]], results: dict) -> str:
 def rewritten(text: str) -> str:
     """The README with every table made again."""
     return re.sub(
-        r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)",
-        lambda match: match[1] + TABLES[match[2]]() + match[3],
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: match[1] + TABLES[match[2]]() + "\n" + match[3],
         text,
         flags=re.DOTALL,
     )
