@@ -73,7 +73,8 @@ constexpr int AT_PEAK = AT_P + SCORE_GROUPS * P_BYTES;              // [group][3
 constexpr int AT_TILE_MAX = AT_PEAK + SCORE_GROUPS * 3 * N * 4;     // [group][lane]
 constexpr int AT_TILE_SUM = AT_TILE_MAX + SCORE_GROUPS * N * 4;     // [group][warp][lane]
 constexpr int AT_WEIGHT = AT_TILE_SUM + SCORE_GROUPS * 4 * N * 4;   // [value warp][tile's, past's][lane]
-constexpr int AT_SCALE = AT_WEIGHT + VALUE_WARPS * 2 * N * 4;       // [lane]
+constexpr int AT_RUNNING = AT_WEIGHT + VALUE_WARPS * 2 * N * 4;     // [value warp][reference, maximum, sum][lane]
+constexpr int AT_SCALE = AT_RUNNING + VALUE_WARPS * 3 * N * 4;      // [lane]
 constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
 constexpr int AT_MAX = AT_LENGTH + N * 4;                           // [lane]
 constexpr int AT_SUM = AT_MAX + N * 4;                              // [lane]
@@ -544,32 +545,37 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
     }
 }
 
-// The running state of the lanes that a thread of a value warp looks after: lane and lane + 32.
-struct Running {
-    float reference[2], maximum[2], sum[2];
-};
+// Each value warp keeps its own copy of the lanes' running state, in shared memory: registers are short.
+__device__ __forceinline__ void start_state(unsigned running, int in_warp) {
+    for (int lane = in_warp; lane < N; lane += 32) {
+        store_shared(running + lane * 4, __float_as_uint(-INFINITE));
+        store_shared(running + (N + lane) * 4, __float_as_uint(-INFINITE));
+        store_shared(running + (2 * N + lane) * 4, 0);
+    }
+}
 
 // Weighs a tile into the state and leaves the numerators' weights in shared memory; whether the past is rescaled.
-__device__ __forceinline__ bool weigh_tile(Running& state, unsigned base, int group, unsigned weights, int in_warp) {
+__device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int group, unsigned weights, int in_warp) {
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < (N + 31) / 32; ++i) {
         const int lane = in_warp + 32 * i;
         if (lane < N) {
-            const float maximum = __uint_as_float(load_shared(base + AT_TILE_MAX + (group * N + lane) * 4));
-            float sum = __uint_as_float(load_shared(base + AT_TILE_SUM + (group * 4 * N + lane) * 4));
+            const float maximum = load_shared_float(base + AT_TILE_MAX + (group * N + lane) * 4);
+            float sum = load_shared_float(base + AT_TILE_SUM + (group * 4 * N + lane) * 4);
 #pragma unroll
-            for (int w = 1; w < 4; ++w)
-                sum += __uint_as_float(load_shared(base + AT_TILE_SUM + ((group * 4 + w) * N + lane) * 4));
-            const float old = state.reference[i];
+            for (int w = 1; w < 4; ++w) sum += load_shared_float(base + AT_TILE_SUM + ((group * 4 + w) * N + lane) * 4);
+            const float old = load_shared_float(running + lane * 4);
             const bool first = old == -INFINITE;
             const float reference = first || maximum > old + SLACK ? maximum : old;
             const float past = first || reference == old ? 1.0f : exp2_approx(old - reference);
             const float tile = maximum == -INFINITE ? 0.0f : exp2_approx(maximum - reference);
             moved |= past != 1.0f;
-            state.reference[i] = reference;
-            state.maximum[i] = fmaxf(state.maximum[i], maximum);
-            state.sum[i] = __fmaf_rn(tile, sum, past * state.sum[i]);
+            store_shared(running + lane * 4, __float_as_uint(reference));
+            store_shared(running + (N + lane) * 4,
+                         __float_as_uint(fmaxf(load_shared_float(running + (N + lane) * 4), maximum)));
+            store_shared(running + (2 * N + lane) * 4,
+                         __float_as_uint(__fmaf_rn(tile, sum, past * load_shared_float(running + (2 * N + lane) * 4))));
             store_shared(weights + lane * 4, __float_as_uint(tile));
             store_shared(weights + (N + lane) * 4, __float_as_uint(past));
         }
@@ -586,7 +592,8 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
     // ldmatrix: matrices are tokens 0-7 and 8-15, then of the next chunk, or, when there is one chunk, tokens 16-31.
     const int v_token = (in_warp & 15) + (BLOCKS == 1 ? (in_warp & 16) : 0), v_chunk = chunk + (BLOCKS == 2 ? in_warp >> 4 : 0);
     const unsigned weights = base + AT_WEIGHT + (4 * group + warp) * 2 * N * 4;
-    Running state = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+    const unsigned running = base + AT_RUNNING + (4 * group + warp) * 3 * N * 4;
+    start_state(running, in_warp);
     float numerator[BLOCKS][4 * PAIRS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -626,7 +633,7 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         load_run(0);
         mbarrier_wait(base + FULL_P + source * 8, (tile / SCORE_GROUPS) & 1);
         __syncwarp();
-        const bool rescale = weigh_tile(state, base, source, weights, in_warp);
+        const bool rescale = weigh_tile(running, base, source, weights, in_warp);
         __syncwarp();
         if (rescale) {
 #pragma unroll
@@ -723,13 +730,14 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
     for (int i = 0; i < (N + 31) / 32; ++i) {
         const int lane = in_warp + 32 * i;
         if (lane < N) {
-            const float reference = state.reference[i];
-            const float factor = reference == -INFINITE ? 0.0f : exp2_approx(reference - state.maximum[i]) * (1.0f / P_SCALE);
+            const float reference = load_shared_float(running + lane * 4);
+            const float maximum = load_shared_float(running + (N + lane) * 4);
+            const float factor = reference == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
             store_shared(weights + lane * 4, __float_as_uint(factor));
             if (group == 0 && warp == 0) {
                 const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
-                store_shared(base + AT_MAX + lane * 4, __float_as_uint(idle ? -INFINITE : state.maximum[i]));
-                store_shared(base + AT_SUM + lane * 4, __float_as_uint(idle ? 0.0f : state.sum[i] * factor));
+                store_shared(base + AT_MAX + lane * 4, __float_as_uint(idle ? -INFINITE : maximum));
+                store_shared(base + AT_SUM + lane * 4, __float_as_uint(idle ? 0.0f : load_shared_float(running + (2 * N + lane) * 4) * factor));
             }
         }
     }

@@ -15,6 +15,8 @@ __device__ __forceinline__ unsigned load_shared(unsigned address) {
     return value;
 }
 
+__device__ __forceinline__ float load_shared_float(unsigned address) { return __uint_as_float(load_shared(address)); }
+
 __device__ __forceinline__ float2 load_shared_pair(unsigned address) {
     float2 pair;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
