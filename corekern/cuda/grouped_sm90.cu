@@ -163,12 +163,18 @@ __device__ __forceinline__ unsigned swizzled(int token, int chunk) {
     return chunk / in_row * HALF + token * ROW + ((chunk % in_row) ^ turn) * 16;
 }
 
-// Two codes, in the low half of a word, to two float16.
-__device__ __forceinline__ unsigned to_f16x2(unsigned codes) {
+// Four codes to two pairs of float16.
+__device__ __forceinline__ void to_f16x2(unsigned codes, unsigned& low, unsigned& high) {
     if constexpr (same_type<Format, fp8_e4m3>) {
-        return cvt_f16x2_e4m3x2(codes);
+        // Halves named in PTX: a shift in C++ stays a shift.
+        asm("{ .reg .b16 l, h;"
+            "  mov.b32 {l, h}, %2;"
+            "  cvt.rn.f16x2.e4m3x2 %0, l;"
+            "  cvt.rn.f16x2.e4m3x2 %1, h; }"
+            : "=r"(low), "=r"(high) : "r"(codes));
     } else {
-        return __byte_perm(codes, 0, 0x1404);
+        low = __byte_perm(codes, 0, 0x1404);
+        high = __byte_perm(codes, 0, 0x3424);
     }
 }
 
@@ -431,9 +437,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             for (int i = 0; i < 4; ++i) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const unsigned codes = raw[i / 2][2 * (i % 2) + half];
-                    a[i][half] = to_f16x2(codes);
-                    a[i][2 + half] = to_f16x2(codes >> 16);
+                    to_f16x2(raw[i / 2][2 * (i % 2) + half], a[i][half], a[i][2 + half]);
                 }
             }
             wgmma_fence();
@@ -658,9 +662,7 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
                 for (int half = 0; half < 2; ++half) {
                     // (even dim, odd dim) of one token, then of the next -> both tokens of one dim.
                     const unsigned codes = BLOCKS == 2 ? raw[k][2 * b + half] : raw[0][2 * k + half];
-                    const unsigned pairs = __byte_perm(codes, 0, 0x3120);
-                    a[k][2 * half] = to_f16x2(pairs);
-                    a[k][2 * half + 1] = to_f16x2(pairs >> 16);
+                    to_f16x2(__byte_perm(codes, 0, 0x3120), a[k][2 * half], a[k][2 * half + 1]);
                 }
             }
             wgmma_fence();
