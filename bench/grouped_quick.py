@@ -17,6 +17,7 @@ import numpy as np
 
 from corekern import PagedKVCache, reference
 from corekern.cuda import grouped
+from corekern.formats import get_format
 
 HEAD_DIM, PAGE = 256, 3296
 CONTEXTS = (8192, 65536, 131072, 262144)
@@ -37,7 +38,7 @@ def make_pool(pages: int, seed: int = 0, kv_heads: int = 1, page_size: int = PAG
         lut = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
         table = cp.asarray(np.nan_to_num(lut, posinf=448, neginf=-448).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
         v = table[values.astype(np.float16).view(np.uint16)]
-    return PagedKVCache.from_arrays(k, v, dtype="fp8_e4m3", k_scale=SCALE, v_scale=SCALE)
+    return PagedKVCache(k, v, get_format("fp8_e4m3"), SCALE, SCALE)
 
 
 LUT = reference.decode(np.arange(256, dtype=np.uint8), "fp8_e4m3")

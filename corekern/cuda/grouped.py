@@ -22,8 +22,7 @@ ARCH = "sm_90a"
 SHARED_LIMIT = 232448  # what one block may have on sm_90
 
 # As in grouped_sm90.cu.
-CLUSTER = 8
-MAX_CLUSTERS = 16
+FOLD = 8
 TILE = 64
 SUB = 16
 LANES = (8, 16, 24, 32, 48)
@@ -42,7 +41,7 @@ PARAMS = np.dtype(
         *((name, np.int64) for name in ("q_row", "q_head", "out_row", "out_head", "table_row", "table_column")),
         *((name, np.int64) for name in ("length_stride", "start_stride", "num_pages")),
         *((name, np.int32) for name in ("page_size", "table_width", "rows", "requests", "group", "q_heads")),
-        *((name, np.int32) for name in ("granule", "unused", "q_aligned", "out_type", "zero_q", "negate_q")),
+        *((name, np.int32) for name in ("granule", "together", "q_aligned", "out_type", "zero_q", "negate_q")),
         ("scale", np.float32),
         ("v_scale", np.float32),
         ("padding", np.uint8, 32),
@@ -86,16 +85,29 @@ def lane_blocks(max_rows_per_request: int, group: int) -> tuple[int, int]:
     return lanes, blocks
 
 
+def segments_for(kv_heads: int) -> int:
+    """The most segments a row group is cut into: the KV heads of one request share the card's SMs.
+
+    A constant of the model, so that a row's bits depend on its own length alone.
+
+    >>> [segments_for(n) for n in (1, 2, 3, 8, 64)]
+    [128, 64, 32, 16, 8]
+    """
+    return max(FOLD, 1 << (128 // kv_heads).bit_length() - 1)
+
+
 def workspace_bytes(
     requests: int, kv_heads: int, group: int, head_dim: int, max_rows_per_request: int
 ) -> tuple[int, int]:
     """Bytes of (partials, arrivals) that a plan needs. Arrivals must be zero, and are zero again after a launch.
 
-    A partial is a float32 numerator, maximum and sum for each lane of each of 16 clusters.
+    A partial is a float32 numerator, maximum and sum of each lane; there is one for each segment and each eight of them.
     """
     lanes, blocks = lane_blocks(max_rows_per_request, group)
     row_groups = requests * kv_heads * blocks
-    return row_groups * MAX_CLUSTERS * lanes * (head_dim + 2) * 4, row_groups * CLUSTER * 4
+    segments = segments_for(kv_heads)
+    folds = segments // FOLD
+    return row_groups * (segments + folds) * lanes * (head_dim + 2) * 4, row_groups * (1 + folds) * 4
 
 
 @dataclass(frozen=True)
@@ -168,8 +180,10 @@ def plan(
 
     row_groups = requests * kv_heads * blocks
     partials = loader.address(workspace[0])
-    numerator_bytes = row_groups * MAX_CLUSTERS * lanes * head_dim * 4
-    statistic_bytes = row_groups * MAX_CLUSTERS * lanes * 4
+    segments = segments_for(kv_heads)
+    states = row_groups * (segments + segments // FOLD) * lanes
+    grid = (segments, kv_heads * blocks, requests)
+    together = math.prod(grid) <= cp.cuda.Device().attributes["MultiProcessorCount"]
     params = np.zeros(1, PARAMS)
     one = params[0]
     maps = page_size % SUB == 0 and num_pages < 2**31
@@ -207,8 +221,9 @@ def plan(
     if state is not None:
         one["state_numerator"], one["state_maximum"], one["state_sum"] = map(loader.address, state)
     one["numerators"] = partials
-    one["maxima"] = partials + numerator_bytes
-    one["sums"] = partials + numerator_bytes + statistic_bytes
+    one["maxima"] = partials + states * head_dim * 4
+    one["sums"] = partials + states * (head_dim + 1) * 4
+    one["together"] = together
     one["q_row"], one["q_head"] = (s // q.itemsize for s in q.strides[:2])
     one["out_row"], one["out_head"] = (s // out.itemsize for s in out.strides[:2])
     one["table_row"], one["table_column"] = (s // 4 for s in block_table.strides)
@@ -231,10 +246,11 @@ def plan(
         "FORMAT": cache.format.name,
         "VALUE": q.dtype.name,
         "MAPS": str(int(maps)),
+        "SEGMENTS": str(segments),
     }
     return Plan(
-        kernel=_kernel(choices),
-        grid=(CLUSTER * MAX_CLUSTERS, kv_heads * blocks, requests),
+        kernel=_kernel(choices, together),
+        grid=grid,
         block=(threads_of(head_dim),),
         arguments=(params,),
         shared_bytes=SHARED_LIMIT,
@@ -263,13 +279,15 @@ def _granule(cache: Any) -> int:
     return granule if granule >= 4 else 1
 
 
-def _kernel(choices: dict[str, str]) -> Any:
+def _kernel(choices: dict[str, str], together: bool) -> Any:
+    """The kernel; `together` launches it cooperatively, so that its blocks may wait for each other."""
     cp = loader.cupy()
-    key = (cp.cuda.runtime.getDevice(), *choices.values())
+    key = (cp.cuda.runtime.getDevice(), together, *choices.values())
     found = _modules.get(key)
     if found is None:
         options = (*OPTIONS, f"-arch={ARCH}", *(f"-D{k}={v}" for k, v in defines(choices).items()))
-        found = cp.RawModule(code=sources.expand(SOURCE), options=options).get_function(ENTRY)
+        module = cp.RawModule(code=sources.expand(SOURCE), options=options, enable_cooperative_groups=together)
+        found = module.get_function(ENTRY)
         found.max_dynamic_shared_size_bytes = SHARED_LIMIT
         _modules[key] = found
     return found

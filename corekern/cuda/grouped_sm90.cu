@@ -17,12 +17,10 @@
 // warpgroup is set apart for copies, and the registers are shared by four.
 //
 // A tile's probabilities are relative to the tile's own maximum, so score warpgroups depend on no other tile; the
-// value warpgroups weigh each tile as it is added. At the end the CLUSTER blocks of neighbouring segments
-// exchange numerators through shared memory, each folding LANES / CLUSTER lanes in segment order, and write one FP32
-// partial; the last cluster of a row group to arrive folds the partials in order, divides and rounds.
+// value warpgroups weigh each tile as it is added. At the end each block writes its FP32 partial, and the blocks of the row
+// group combine them in order: see combine.
 //
 // Segments depend on the request's longest row alone: see segments_of.
-#include "cluster.cuh"
 #include "mbarrier.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
@@ -36,8 +34,10 @@ constexpr int N = LANES;
 constexpr int TILE = 64;
 constexpr int RUN = 32;    // tokens from one set of fresh accumulators
 constexpr int CHAIN = 64;  // head_dim elements in one uncompensated product
-constexpr int CLUSTER = 8;
-constexpr int MAX_CLUSTERS = 16;
+constexpr int MAX_SEGMENTS = SEGMENTS;
+constexpr int FOLD = 8;  // segments folded first
+constexpr int MAX_FOLDS = MAX_SEGMENTS / FOLD;
+constexpr int COUNTERS = 1 + MAX_FOLDS;
 constexpr int STAGES = 5;
 
 constexpr int SCORE_GROUPS = 2;
@@ -62,9 +62,6 @@ constexpr int P_BYTES = 2 * P_HALF;
 constexpr int MATRIX = 128;
 constexpr int GROUP_STRIDE = N / 8 * MATRIX;
 
-// The numerator of a block, before it is folded: rows padded so that a warp's pairs fall in different banks.
-constexpr int PART_ROW = D + 4;
-
 constexpr int AT_K = 0;
 constexpr int AT_V = AT_K + STAGES * TILE_BYTES;
 constexpr int AT_Q = AT_V + STAGES * TILE_BYTES;
@@ -76,15 +73,13 @@ constexpr int AT_WEIGHT = AT_TILE_SUM + SCORE_GROUPS * 4 * N * 4;   // [value wa
 constexpr int AT_RUNNING = AT_WEIGHT + VALUE_WARPS * 2 * N * 4;     // [value warp][reference, maximum, sum][lane]
 constexpr int AT_SCALE = AT_RUNNING + VALUE_WARPS * 3 * N * 4;      // [lane]
 constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
-constexpr int AT_MAX = AT_LENGTH + N * 4;                           // [lane]
-constexpr int AT_SUM = AT_MAX + N * 4;                              // [lane]
-constexpr int AT_SEEN = AT_SUM + N * 4;                             // [stage], a bit a token
+constexpr int AT_SEEN = AT_LENGTH + N * 4;                          // [stage], a bit a token
 constexpr int AT_BARRIERS = AT_SEEN + STAGES * 8;
 constexpr int FULL_K = AT_BARRIERS, FULL_V = FULL_K + STAGES * 8, FULL_P = FULL_V + STAGES * 8,
               EMPTY_P = FULL_P + SCORE_GROUPS * 8;
 constexpr int AT_LAST = EMPTY_P + SCORE_GROUPS * 8;
-constexpr int SHARED_BYTES = AT_LAST + 16;
-static_assert(N * PART_ROW * 4 <= STAGES * TILE_BYTES, "the numerator takes the place of the K ring");
+constexpr int AT_WORK = AT_LAST + 16;
+constexpr int SHARED_BYTES = AT_WORK + 64;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the launcher asks for SHARED_LIMIT bytes");
 
 constexpr float P_SCALE = 2048.0f;
@@ -110,13 +105,13 @@ struct Params {
     const int *block_table, *row_lengths, *query_start_loc;
     void* out;
     float *state_numerator, *state_maximum, *state_sum;  // or null
-    float *numerators, *maxima, *sums;                   // partials of clusters
+    float *numerators, *maxima, *sums;                   // partials: of segments, then of folds
     int* arrivals;                                       // zero between launches
     long long k_page, k_token, k_head, v_page, v_token, v_head;
     long long q_row, q_head, out_row, out_head, table_row, table_column, length_stride, start_stride;
     long long num_pages;
     int page_size, table_width, rows, requests, group, q_heads;
-    int granule, unused;  // granule: bytes a cache access may take when there are no maps
+    int granule, together;  // granule: bytes a cache access may take when there are no maps
     int q_aligned, out_type, zero_q, negate_q;
     float scale, v_scale;  // softmax_scale * k_scale * log2(e), not negative
 };
@@ -129,6 +124,17 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 #define INFINITE __int_as_float(0x7F800000)
 
+// Tells the compiler that a value is the same in every thread of a warp: loops on it stay in the uniform registers, where
+// the matrix descriptors must be.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(0xFFFFFFFF, value); }
+
+// The thread's number, read anew: what depends on it then takes no registers through the loops before.
+__device__ __forceinline__ int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // Order-preserving and its own inverse: floats to integers, NaN with a clear sign above all.
 __device__ __forceinline__ int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
@@ -138,11 +144,11 @@ struct Segments {
     int count;
 };
 
-// At most CLUSTER * MAX_CLUSTERS segments of whole tiles, whatever else is in the batch.
+// At most MAX_SEGMENTS segments of whole tiles, whatever else is in the batch.
 __device__ __forceinline__ Segments segments_of(int longest) {
     Segments s;
     s.tiles = (longest + TILE - 1) / TILE;
-    s.tiles_each = (s.tiles + CLUSTER * MAX_CLUSTERS - 1) / (CLUSTER * MAX_CLUSTERS);
+    s.tiles_each = (s.tiles + MAX_SEGMENTS - 1) / (MAX_SEGMENTS);
     s.count = s.tiles_each ? (s.tiles + s.tiles_each - 1) / s.tiles_each : 0;
     return s;
 }
@@ -155,7 +161,16 @@ struct Work {
     int shortest;         // and the shortest that sees any, of this block's lanes
     int begin;            // first token
     int tiles;
+    int segments;         // of the row group
+    int unmasked;         // tiles all of whose tokens are visible to every lane, but for missing pages
 };
+
+__device__ __forceinline__ int row_group_of(const Work& work) { return work.request * gridDim.y + blockIdx.y; }
+
+// The first lane of a segment's partial.
+__device__ __forceinline__ long long partial_of(const Work& work, int segment) {
+    return (static_cast<long long>(row_group_of(work)) * (MAX_SEGMENTS + MAX_FOLDS) + segment) * N;
+}
 
 __device__ __forceinline__ unsigned swizzled(int token, int chunk) {
     constexpr int in_row = ROW / 16;
@@ -207,6 +222,18 @@ constexpr int pairs_left(int count) {
 }
 constexpr int PAIRS = N / 8;
 constexpr int PAIRS_LEFT = pairs_left(PAIRS);
+// The bits of a thread's number that do not change what it ends with.
+constexpr int same_results(int count) {
+    int bits = 0;
+    for (int mask = 16; mask >= 4; mask /= 2) {
+        if (count % 2)
+            bits |= mask;
+        else
+            count /= 2;
+    }
+    return bits;
+}
+constexpr int SAME_RESULTS = same_results(PAIRS);
 
 struct Larger {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
@@ -277,13 +304,8 @@ __device__ __forceinline__ void load_queries(const Params& p, const Work& work, 
     }
 }
 
-__device__ __forceinline__ int page_of(const Params& p, const Work& work, int entry) {
-    if (entry >= p.table_width || static_cast<long long>(entry) * p.page_size >= work.longest) return -1;
-    const int page = p.block_table[work.request * p.table_row + entry * p.table_column];
-    return page >= 0 && page < p.num_pages ? page : -1;
-}
-
-// Where two tokens of a tile lie, looked up by one thread: -1 is a page that is not there, whose tokens are unseen.
+// Where two tokens of a tile lie, looked up by one thread. The page is as the table has it, so that nothing waits for the
+// load until it is used; see page_in.
 struct Places {
     int page[2], slot[2];
 };
@@ -297,15 +319,21 @@ __device__ __forceinline__ Places find_tile(const Params& p, const Work& work, i
         const unsigned token = work.begin + tile * TILE + (MAPS ? SUB * (in_warp % 4) : 32 * i + in_warp);
         const int entry = token / static_cast<unsigned>(p.page_size);
         places.slot[i] = token - entry * p.page_size;
-        places.page[i] = token < static_cast<unsigned>(work.longest) ? page_of(p, work, entry) : -1;
+        places.page[i] = -1;
+        if (token < static_cast<unsigned>(work.longest))
+            places.page[i] = p.block_table[work.request * p.table_row + entry * p.table_column];
     }
     return places;
 }
 
+// A page that is not there is -1: its tokens are unseen.
+__device__ __forceinline__ int page_in(const Params& p, int page) { return page >= 0 && page < p.num_pages ? page : -1; }
+
 // K and V of a tile by tensor map, one warp: one box when the tile lies in one page, else boxes of 16 tokens, which never
 // cross a page. A page that is not there is outside the map: zeros.
-__device__ __forceinline__ void fetch_boxes(const Params& p, const Work& work, unsigned base, int tile, const Places& places,
+__device__ __forceinline__ void fetch_boxes(const Params& p, const Work& work, unsigned base, int tile, Places places,
                                             int in_warp) {
+    places.page[0] = page_in(p, places.page[0]);
     const int stage = tile % STAGES;
     const int first_page = __shfl_sync(0xFFFFFFFF, places.page[0], 0), first_slot = __shfl_sync(0xFFFFFFFF, places.slot[0], 0);
     const bool whole = first_slot + TILE <= p.page_size;
@@ -343,6 +371,8 @@ __device__ __forceinline__ void fetch_chunks(const Params& p, int kv_head, unsig
     constexpr int in_token = D / 16, tokens_at_once = 32 / in_token;
     const int mine = in_warp / in_token, chunk = in_warp % in_token;
     const int stage = tile % STAGES;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) places.page[i] = page_in(p, places.page[i]);
     const unsigned seen_low = __ballot_sync(0xFFFFFFFF, places.page[0] >= 0), seen_high = __ballot_sync(0xFFFFFFFF, places.page[1] >= 0);
     if (in_warp == 0) {
         store_shared(base + AT_SEEN + stage * 8, seen_low);
@@ -407,29 +437,35 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
     const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
     const int g = in_warp / 4, t = in_warp % 4;
     // ldmatrix: matrices are tokens 0-7 and 8-15 of a chunk, then of the next chunk.
-    const int k_token = 16 * warp + (in_warp & 15), k_chunk = in_warp >> 4;
+    // Chunk c of a row is the address of chunk 0 or 1 with the bits of c turned over: rows are as long as they are aligned.
+    const unsigned k_row = swizzled(16 * warp + (in_warp & 15), in_warp >> 4);
+    auto k_chunks = [&](unsigned k_at, int c) {
+        constexpr int in_row = ROW / 16;
+        return ((k_at + k_row) ^ (c % in_row * 16)) + c / in_row * HALF;
+    };
     const unsigned p_at = base + AT_P + group * P_BYTES;
     const unsigned p_row = p_at + (in_warp >= 16 ? P_HALF : 0) + (2 * warp + ((in_warp >> 3) & 1)) * GROUP_STRIDE +
                            (in_warp & 7) * 16;
     const unsigned peaks = base + AT_PEAK + group * 3 * N * 4;
+    const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
     int turn = 0;
 
 #pragma unroll 1
-    for (int tile = group; tile < work.tiles; tile += SCORE_GROUPS) {
+    for (int tile = group; tile < tiles; tile += SCORE_GROUPS) {
         const int stage = tile % STAGES;
         const unsigned k_at = base + AT_K + stage * TILE_BYTES;
         // What is fetched below, looked up early: the page ids may come from far away.
         const int later = tile - SCORE_GROUPS + STAGES;
         Places places;
-        if (warp == 0 && tile >= SCORE_GROUPS && later < work.tiles) places = find_tile(p, work, later, in_warp);
+        if (warp == 0 && tile >= SCORE_GROUPS && later < tiles) places = find_tile(p, work, later, in_warp);
         mbarrier_wait(base + FULL_K + stage * 8, (tile / STAGES) & 1);
         const unsigned seen_low = load_shared(base + AT_SEEN + stage * 8);
         const unsigned seen_high = load_shared(base + AT_SEEN + stage * 8 + 4);
 
         float s[4 * PAIRS], lost[4 * PAIRS], chain[4 * PAIRS];
         unsigned raw[2][4];
-        load_matrices(raw[0], k_at + swizzled(k_token, k_chunk));
-        load_matrices(raw[1], k_at + swizzled(k_token, k_chunk + 2));
+        load_matrices(raw[0], k_chunks(k_at, 0));
+        load_matrices(raw[1], k_chunks(k_at, 2));
 #pragma unroll
         for (int c = 0; c < D / CHAIN; ++c) {
             unsigned a[4][4];
@@ -443,12 +479,11 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_f16<0>(c == 0 ? s : chain, a[i],
-                             wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX), i > 0);
+                wgmma_f16<0>(c == 0 ? s : chain, a[i], wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX), i > 0);
             wgmma_commit();
             if (c + 1 < D / CHAIN) {
-                load_matrices(raw[0], k_at + swizzled(k_token, 4 * (c + 1) + k_chunk));
-                load_matrices(raw[1], k_at + swizzled(k_token, 4 * (c + 1) + k_chunk + 2));
+                load_matrices(raw[0], k_chunks(k_at, 4 * (c + 1)));
+                load_matrices(raw[1], k_chunks(k_at, 4 * (c + 1) + 2));
             }
             wgmma_wait<0>();
             if (c == 0)
@@ -467,8 +502,8 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             }
         }
 
-        const int begin = work.begin + tile * TILE;
-        if (begin + TILE > work.shortest || (seen_low & seen_high) != 0xFFFFFFFF) {
+        if (tile >= unmasked || (seen_low & seen_high) != 0xFFFFFFFF) {
+            const int begin = work.begin + tile * TILE;
             const unsigned seen = warp < 2 ? seen_low : seen_high;
             const int token = begin + 16 * warp + g;
             const bool seen_0 = seen >> (16 * (warp & 1) + g) & 1, seen_1 = seen >> (16 * (warp & 1) + g + 8) & 1;
@@ -498,6 +533,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             const int next = turn == 2 ? 0 : turn + 1;
             if (thread < N) store_shared(peaks + (next * N + thread) * 4, ordered(__float_as_int(-INFINITE)));
             const unsigned to = peaks + (turn * N + 8 * first + 2 * t) * 4;
+            if ((threadIdx.x & SAME_RESULTS) == 0)
 #pragma unroll
             for (int i = 0; i < PAIRS_LEFT; ++i) {
                 max_shared(to + i * 32, ordered(__float_as_int(peak[2 * i])));
@@ -508,22 +544,18 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         const unsigned from = peaks + turn * N * 4;
         turn = turn == 2 ? 0 : turn + 1;
 
-        mbarrier_wait(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
-        if (warp == 0 && tile >= SCORE_GROUPS && later < work.tiles) fetch_tile(p, work, base, later, places, in_warp);
         float sums[2 * PAIRS];
+        unsigned high[PAIRS][2], residual[PAIRS][2];
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) {
             const float2 codes = load_shared_pair(from + (8 * j + 2 * t) * 4);
             const float2 scale = load_shared_pair(base + AT_SCALE + (8 * j + 2 * t) * 4);
             float maximum[2] = {__int_as_float(ordered(__float_as_int(codes.x))) * scale.x,
                                 __int_as_float(ordered(__float_as_int(codes.y))) * scale.y};
-            if (warp == 0 && g == 0)
-                store_shared_pair(base + AT_TILE_MAX + (group * N + 8 * j + 2 * t) * 4, maximum[0], maximum[1]);
             // Nothing seen: any finite reference makes exp2(-inf - reference) the 0 it should be.
 #pragma unroll
             for (int e = 0; e < 2; ++e) maximum[e] = maximum[e] == -INFINITE ? 0.0f : maximum[e];
             float probability[4];
-            unsigned high[2], residual[2];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 probability[i] = P_SCALE * exp2_approx(__fmaf_rn(s[4 * j + i], i % 2 ? scale.y : scale.x, -maximum[i % 2]));
@@ -532,13 +564,22 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float x = probability[2 * i], y = probability[2 * i + 1];
-                high[i] = cvt_f16x2(y, x);
-                residual[i] = cvt_f16x2(__fsub_rn(y, cvt_f32_f16(high[i] >> 16)), __fsub_rn(x, cvt_f32_f16(high[i])));
+                high[j][i] = cvt_f16x2(y, x);
+                residual[j][i] =
+                    cvt_f16x2(__fsub_rn(y, cvt_f32_f16(high[j][i] >> 16)), __fsub_rn(x, cvt_f32_f16(high[j][i])));
             }
-            store_matrices(p_row + j * MATRIX, high[0], high[1], residual[0], residual[1]);
         }
         int first = 0;
         reduce_pairs<Total, PAIRS>(sums, first, Total());
+        mbarrier_wait(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+            store_matrices(p_row + j * MATRIX, high[j][0], high[j][1], residual[j][0], residual[j][1]);
+        if (thread < N) {
+            const float maximum = __int_as_float(ordered(load_shared(from + thread * 4)));
+            store_shared(base + AT_TILE_MAX + (group * N + thread) * 4,
+                         __float_as_uint(maximum * load_shared_float(base + AT_SCALE + thread * 4)));
+        }
 #pragma unroll
         for (int i = 0; i < PAIRS_LEFT; ++i)
             store_shared_pair(base + AT_TILE_SUM + ((group * 4 + warp) * N + 8 * (first + i) + 2 * t) * 4, sums[2 * i],
@@ -546,6 +587,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         fence_proxy_async();
         __syncwarp();
         if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
+        if (warp == 0 && tile >= SCORE_GROUPS && later < tiles) fetch_tile(p, work, base, later, places, in_warp);
     }
 }
 
@@ -558,17 +600,14 @@ __device__ __forceinline__ void start_state(unsigned running, int in_warp) {
     }
 }
 
-// Weighs a tile into the state and leaves the numerators' weights in shared memory; whether the past is rescaled.
-__device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int group, unsigned weights, int in_warp) {
+// Weighs a tile into the state (one warp keeps the sums) and leaves the numerators' weights in shared memory; whether the past is rescaled.
+__device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int group, unsigned weights, int in_warp, bool sums) {
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < (N + 31) / 32; ++i) {
         const int lane = in_warp + 32 * i;
         if (lane < N) {
             const float maximum = load_shared_float(base + AT_TILE_MAX + (group * N + lane) * 4);
-            float sum = load_shared_float(base + AT_TILE_SUM + (group * 4 * N + lane) * 4);
-#pragma unroll
-            for (int w = 1; w < 4; ++w) sum += load_shared_float(base + AT_TILE_SUM + ((group * 4 + w) * N + lane) * 4);
             const float old = load_shared_float(running + lane * 4);
             const bool first = old == -INFINITE;
             const float reference = first || maximum > old + SLACK ? maximum : old;
@@ -578,8 +617,14 @@ __device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int 
             store_shared(running + lane * 4, __float_as_uint(reference));
             store_shared(running + (N + lane) * 4,
                          __float_as_uint(fmaxf(load_shared_float(running + (N + lane) * 4), maximum)));
-            store_shared(running + (2 * N + lane) * 4,
-                         __float_as_uint(__fmaf_rn(tile, sum, past * load_shared_float(running + (2 * N + lane) * 4))));
+            if (sums) {
+                float sum = load_shared_float(base + AT_TILE_SUM + (group * 4 * N + lane) * 4);
+#pragma unroll
+                for (int w = 1; w < 4; ++w)
+                    sum += load_shared_float(base + AT_TILE_SUM + ((group * 4 + w) * N + lane) * 4);
+                store_shared(running + (2 * N + lane) * 4,
+                             __float_as_uint(__fmaf_rn(tile, sum, past * load_shared_float(running + (2 * N + lane) * 4))));
+            }
             store_shared(weights + lane * 4, __float_as_uint(tile));
             store_shared(weights + (N + lane) * 4, __float_as_uint(past));
         }
@@ -587,17 +632,55 @@ __device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int 
     return __any_sync(0xFFFFFFFF, moved);
 }
 
-// O^T: this warpgroup's dims of every tile, then the block's part of the numerator to shared memory.
+// Writes a value warp's part of the block's numerator, relative to the true maximum and without the factor of P.
+__device__ __forceinline__ void store_partial(const Params& p, const Work& work, unsigned base, const float (&numerator)[BLOCKS][4 * PAIRS]) {
+    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
+    const int g = in_warp / 4, t = in_warp % 4, chunk = warp * BLOCKS;
+    const unsigned weights = base + AT_WEIGHT + warp * 2 * N * 4, running = base + AT_RUNNING + warp * 3 * N * 4;
+    const long long partial = partial_of(work, blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < (N + 31) / 32; ++i) {
+        const int lane = in_warp + 32 * i;
+        if (lane < N) {
+            const float reference = load_shared_float(running + lane * 4);
+            const float maximum = load_shared_float(running + (N + lane) * 4);
+            const float factor = reference == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
+            store_shared(weights + lane * 4, __float_as_uint(factor));
+            if (warp == 0) {
+                const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
+                __stcg(p.maxima + partial + lane, idle ? -INFINITE : maximum);
+                __stcg(p.sums + partial + lane, idle ? 0.0f : load_shared_float(running + (2 * N + lane) * 4) * factor);
+            }
+        }
+    }
+    __syncwarp();
+    // Eight threads store 64 contiguous bytes.
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+        const float2 factor = load_shared_pair(weights + (8 * j + 2 * t) * 4);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float f = e ? factor.y : factor.x;
+                float* to = p.numerators + (partial + 8 * j + 2 * t + e) * D + 16 * (chunk + b) + 2 * g;
+                __stcg(reinterpret_cast<float2*>(to), make_float2(numerator[b][4 * j + e] * f, numerator[b][4 * j + 2 + e] * f));
+            }
+    }
+}
+
+// O^T: this warpgroup's dims of every tile, then the partial.
 __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
     const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
-    const int g = in_warp / 4, t = in_warp % 4;
+    const int t = in_warp % 4;
     // This warp's 16-byte chunks of a token: one a block. A row of the product is an even dim (g) or an odd one (g + 8).
     const int chunk = (4 * group + warp) * BLOCKS;
     // ldmatrix: matrices are tokens 0-7 and 8-15, then of the next chunk, or, when there is one chunk, tokens 16-31.
-    const int v_token = (in_warp & 15) + (BLOCKS == 1 ? (in_warp & 16) : 0), v_chunk = chunk + (BLOCKS == 2 ? in_warp >> 4 : 0);
+    const unsigned v_row = swizzled((in_warp & 15) + (BLOCKS == 1 ? (in_warp & 16) : 0), chunk + (BLOCKS == 2 ? in_warp >> 4 : 0));
     const unsigned weights = base + AT_WEIGHT + (4 * group + warp) * 2 * N * 4;
     const unsigned running = base + AT_RUNNING + (4 * group + warp) * 3 * N * 4;
     start_state(running, in_warp);
+    const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
     float numerator[BLOCKS][4 * PAIRS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -605,11 +688,11 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         for (int i = 0; i < 4 * PAIRS; ++i) numerator[b][i] = 0.0f;
 
 #pragma unroll 1
-    for (int tile = 0; tile < work.tiles; ++tile) {
+    for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES, source = tile % SCORE_GROUPS;
         const unsigned v_at = base + AT_V + stage * TILE_BYTES;
         const unsigned p_at = base + AT_P + source * P_BYTES;
-        const bool masked = work.begin + (tile + 1) * TILE > work.shortest;
+        const bool masked = tile >= unmasked;
         bool bad = false;
 
         // A run's codes: [k16 step][token half, of each block].
@@ -617,9 +700,9 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         auto load_run = [&](int run) {
             if constexpr (BLOCKS == 2) {
 #pragma unroll
-                for (int k = 0; k < 2; ++k) load_matrices_transposed(raw[k], v_at + swizzled(RUN * run + 16 * k + v_token, v_chunk));
+                for (int k = 0; k < 2; ++k) load_matrices_transposed(raw[k], v_at + v_row + (RUN * run + 16 * k) * ROW);
             } else {
-                load_matrices_transposed(raw[0], v_at + swizzled(RUN * run + v_token, v_chunk));
+                load_matrices_transposed(raw[0], v_at + v_row + RUN * run * ROW);
             }
             // 0 x NaN is NaN: what some lane does not see must be finite. Lanes that do see it are put right below.
             if (masked) {
@@ -637,7 +720,7 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         load_run(0);
         mbarrier_wait(base + FULL_P + source * 8, (tile / SCORE_GROUPS) & 1);
         __syncwarp();
-        const bool rescale = weigh_tile(running, base, source, weights, in_warp);
+        const bool rescale = weigh_tile(running, base, source, weights, in_warp, group == 0 && warp == 0);
         __syncwarp();
         if (rescale) {
 #pragma unroll
@@ -670,8 +753,7 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
             for (int part = 1; part >= 0; --part)
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
-                    wgmma_f16<1>(fresh[unit % 2], a[k],
-                                 wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
+                    wgmma_f16<1>(fresh[unit % 2], a[k], wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
                                  part == 0 || k == 1);
             wgmma_commit();
         };
@@ -700,6 +782,8 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
 
         if (masked && __any_sync(0xFFFFFFFF, bad)) {
             const float nan = __uint_as_float(0x7FC00000);
+            const int anew = thread_anew(), g = anew % 32 / 4, t = anew % 4;
+            const int chunk = (anew / 32 - 4 * SCORE_GROUPS) * BLOCKS;
 #pragma unroll 1
             for (int token = 0; token < TILE; ++token) {
 #pragma unroll
@@ -726,38 +810,9 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         if (in_warp == 0) mbarrier_arrive(base + EMPTY_P + source * 8);
     }
 
-    // Relative to the true maximum from here on, and without the factor of P.
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < (N + 31) / 32; ++i) {
-        const int lane = in_warp + 32 * i;
-        if (lane < N) {
-            const float reference = load_shared_float(running + lane * 4);
-            const float maximum = load_shared_float(running + (N + lane) * 4);
-            const float factor = reference == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
-            store_shared(weights + lane * 4, __float_as_uint(factor));
-            if (group == 0 && warp == 0) {
-                const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
-                store_shared(base + AT_MAX + lane * 4, __float_as_uint(idle ? -INFINITE : maximum));
-                store_shared(base + AT_SUM + lane * 4, __float_as_uint(idle ? 0.0f : load_shared_float(running + (2 * N + lane) * 4) * factor));
-            }
-        }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-        const float2 factor = load_shared_pair(weights + (8 * j + 2 * t) * 4);
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float f = e ? factor.y : factor.x;
-                store_shared_pair(base + AT_K + ((8 * j + 2 * t + e) * PART_ROW + 16 * (chunk + b) + 2 * g) * 4,
-                                  numerator[b][4 * j + e] * f, numerator[b][4 * j + 2 + e] * f);
-            }
-    }
+    store_partial(p, work, base, numerator);
 }
-
 // Four neighbouring dims of one lane: division, rounding, and the state when it is asked for.
 __device__ __forceinline__ void finish(const Params& p, const Work& work, int lane, int dim, float4 n, float sum, float maximum) {
     const int pair = work.lane_block * N + lane;
@@ -794,112 +849,147 @@ __device__ __forceinline__ void finish(const Params& p, const Work& work, int la
     }
 }
 
-// The value warps fold the cluster's parts, in segment order; then the last cluster of the row group its partials.
-__device__ __forceinline__ void fold(const Params& p, const Work& work, const Segments& segments, unsigned base, int thread) {
-    constexpr int lanes = N / CLUSTER, quads = D / 4;
-    const unsigned rank = cluster_rank();
-    const int cluster = blockIdx.x / CLUSTER;
-    const int parts = min(CLUSTER, segments.count - cluster * CLUSTER);
-    const int clusters = (segments.count + CLUSTER - 1) / CLUSTER;
-    const int row_group = (work.request * gridDim.y + blockIdx.y);
-    const long long partial = (static_cast<long long>(row_group) * MAX_CLUSTERS + cluster) * N;
+// States folded in order, relative to their largest maximum: four dims of one lane.
+struct Folded {
+    float4 numerator;
+    float maximum, sum;
+};
 
-    cluster_arrive();
-    cluster_wait();
-#pragma unroll 1
-    for (int item = thread; item < lanes * quads; item += VALUE_THREADS) {
-        const int lane = rank * lanes + item / quads, dim = item % quads * 4;
-        float maxima[CLUSTER], sums[CLUSTER], largest = -INFINITE, sum = 0.0f;
-        float4 part[CLUSTER], n = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+// Of at most COUNT states `count` are there. maximum(i) and state(i) load them, eight at once.
+template <int COUNT, class Maximum, class State>
+__device__ __forceinline__ Folded fold(int count, Maximum maximum, State state) {
+    constexpr int batch = COUNT < 8 ? COUNT : 8;
+    Folded all = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITE, 0.0f};
+    float maxima[COUNT];
 #pragma unroll
-        for (int i = 0; i < CLUSTER; ++i) {
-            if (i < parts) {
-                maxima[i] = load_cluster(cluster_address(base + AT_MAX + lane * 4, i));
-                sums[i] = load_cluster(cluster_address(base + AT_SUM + lane * 4, i));
-                part[i] = load_cluster_quad(cluster_address(base + AT_K + (lane * PART_ROW + dim) * 4, i));
-                largest = fmaxf(largest, maxima[i]);
-            }
-        }
-        const float reference = largest == -INFINITE ? 0.0f : largest;
+    for (int i = 0; i < COUNT; ++i) maxima[i] = i < count ? maximum(i) : -INFINITE;
 #pragma unroll
-        for (int i = 0; i < CLUSTER; ++i) {
-            if (i < parts) {
-                const float weight = exp2_approx(maxima[i] - reference);
-                sum = __fmaf_rn(weight, sums[i], sum);
-                n.x = __fmaf_rn(weight, part[i].x, n.x);
-                n.y = __fmaf_rn(weight, part[i].y, n.y);
-                n.z = __fmaf_rn(weight, part[i].z, n.z);
-                n.w = __fmaf_rn(weight, part[i].w, n.w);
-            }
-        }
-        if (clusters == 1) {
-            finish(p, work, lane, dim, n, sum, largest);
-        } else {
-            __stcg(reinterpret_cast<float4*>(p.numerators + (partial + lane) * D + dim), n);
-            if (dim == 0) {
-                __stcg(p.maxima + partial + lane, largest);
-                __stcg(p.sums + partial + lane, sum);
+    for (int i = 0; i < COUNT; ++i) all.maximum = fmaxf(all.maximum, maxima[i]);
+    const float reference = all.maximum == -INFINITE ? 0.0f : all.maximum;
+#pragma unroll
+    for (int begin = 0; begin < COUNT; begin += batch) {
+        if (begin >= count) break;
+        float4 numerators[batch];
+        float sums[batch];
+#pragma unroll
+        for (int i = 0; i < batch; ++i)
+            if (begin + i < count) state(begin + i, numerators[i], sums[i]);
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            if (begin + i < count) {
+                const float weight = exp2_approx(maxima[begin + i] - reference);
+                all.sum = __fmaf_rn(weight, sums[i], all.sum);
+                all.numerator.x = __fmaf_rn(weight, numerators[i].x, all.numerator.x);
+                all.numerator.y = __fmaf_rn(weight, numerators[i].y, all.numerator.y);
+                all.numerator.z = __fmaf_rn(weight, numerators[i].z, all.numerator.z);
+                all.numerator.w = __fmaf_rn(weight, numerators[i].w, all.numerator.w);
             }
         }
     }
-    // No block may leave before its neighbours have read its shared memory.
-    cluster_arrive();
+    return all;
+}
 
-    if (clusters > 1) {
+constexpr int QUADS = D / 4;
+
+// Folds partials in global memory: of consecutive segments, or of consecutive folds of them.
+template <int COUNT>
+__device__ __forceinline__ Folded fold_partials(const Params& p, long long partial, int item, int count) {
+    const int dim = item % QUADS * 4;
+    const long long first = partial + item / QUADS;
+    return fold<COUNT>(
+        count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
+        [&](int i, float4& numerator, float& sum) {
+            sum = __ldcg(p.sums + first + i * N);
+            numerator = __ldcg(reinterpret_cast<const float4*>(p.numerators + (first + i * N) * D + dim));
+        });
+}
+
+// Combines the partials of a row group: FOLD neighbouring segments first, then these in order, one division, one rounding.
+// The tree depends on the number of segments alone, and so do a row's bits.
+//
+// `together`: every block of the grid is resident (a cooperative launch), so each waits until all segments are
+// there and takes a slice of the items. Else nobody waits: the last block of each FOLD segments folds
+// those, and the last of these blocks the folds.
+__device__ __forceinline__ void combine(const Params& p, const Work& work, unsigned base, int thread) {
+    const int segments = work.segments;
+    constexpr int items = N * QUADS;
+    const int folds = (segments + FOLD - 1) / FOLD;
+    const long long first_partial = partial_of(work, 0);
+    int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
+    __threadfence();
+    barrier_sync(4, VALUE_THREADS);
+    if (p.together) {
+        constexpr int slice = 32;
+        if (thread == 0) {
+            atomicAdd(arrivals, 1);
+            int arrived;
+            do {
+                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
+            } while (arrived < segments);
+        }
+        barrier_sync(4, VALUE_THREADS);
+        const int each = (items + segments - 1) / segments;
+        const int past = min(items, static_cast<int>(blockIdx.x + 1) * each);
+        Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
+#pragma unroll 1
+        for (int begin = blockIdx.x * each; begin < past; begin += slice) {
+            const int count = min(slice, past - begin);
+#pragma unroll 1
+            for (int unit = thread; unit < count * folds; unit += VALUE_THREADS) {
+                const int f = unit / count, item = unit - f * count;
+                folded[f * slice + item] =
+                    fold_partials<FOLD>(p, first_partial + f * FOLD * N, begin + item, min(FOLD, segments - f * FOLD));
+            }
+            barrier_sync(4, VALUE_THREADS);
+            if (thread < count) {
+                const Folded all = fold<MAX_FOLDS>(
+                    folds, [&](int f) { return folded[f * slice + thread].maximum; },
+                    [&](int f, float4& numerator, float& sum) {
+                        numerator = folded[f * slice + thread].numerator;
+                        sum = folded[f * slice + thread].sum;
+                    });
+                const int item = begin + thread;
+                finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
+            }
+            barrier_sync(4, VALUE_THREADS);
+        }
+        if (thread == 0 && atomicAdd(arrivals + 1, 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
+        return;
+    }
+
+    // The folds' partials come after the segments'.
+    const int f = blockIdx.x / FOLD, mine = min(FOLD, segments - f * FOLD);
+    const long long fold_partial = first_partial + (MAX_SEGMENTS + f) * N;
+    auto last_of = [&](int* counter, int count) {
         __threadfence();
         barrier_sync(4, VALUE_THREADS);
         if (thread == 0) {
-            int* arrivals = p.arrivals + row_group * CLUSTER + rank;
-            const bool last = atomicAdd(arrivals, 1) == clusters - 1;
+            const bool last = atomicAdd(counter, 1) == count - 1;
             // Ready for the next launch.
-            if (last) *arrivals = 0;
+            if (last) *counter = 0;
             __threadfence();
             store_shared(base + AT_LAST, last);
         }
         barrier_sync(4, VALUE_THREADS);
-        if (load_shared(base + AT_LAST)) {
-            const long long first = static_cast<long long>(row_group) * MAX_CLUSTERS * N;
+        return load_shared(base + AT_LAST) != 0;
+    };
+    if (!last_of(arrivals + 1 + f, mine)) return;
 #pragma unroll 1
-            for (int item = thread; item < lanes * quads; item += VALUE_THREADS) {
-                const int lane = rank * lanes + item / quads, dim = item % quads * 4;
-                float maxima[MAX_CLUSTERS], largest = -INFINITE, sum = 0.0f;
-                float4 n = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-                for (int i = 0; i < MAX_CLUSTERS; ++i) {
-                    maxima[i] = i < clusters ? __ldcg(p.maxima + first + i * N + lane) : -INFINITE;
-                    largest = fmaxf(largest, maxima[i]);
-                }
-                const float reference = largest == -INFINITE ? 0.0f : largest;
-                constexpr int batch = 8;
-#pragma unroll
-                for (int begin = 0; begin < MAX_CLUSTERS; begin += batch) {
-                    float4 part[batch];
-                    float sums[batch];
-#pragma unroll
-                    for (int i = 0; i < batch; ++i) {
-                        if (begin + i < clusters) {
-                            const long long at = first + (begin + i) * N + lane;
-                            part[i] = __ldcg(reinterpret_cast<const float4*>(p.numerators + at * D + dim));
-                            sums[i] = __ldcg(p.sums + at);
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < batch; ++i) {
-                        if (begin + i < clusters) {
-                            const float weight = exp2_approx(maxima[begin + i] - reference);
-                            sum = __fmaf_rn(weight, sums[i], sum);
-                            n.x = __fmaf_rn(weight, part[i].x, n.x);
-                            n.y = __fmaf_rn(weight, part[i].y, n.y);
-                            n.z = __fmaf_rn(weight, part[i].z, n.z);
-                            n.w = __fmaf_rn(weight, part[i].w, n.w);
-                        }
-                    }
-                }
-                finish(p, work, lane, dim, n, sum, largest);
-            }
+    for (int item = thread; item < items; item += VALUE_THREADS) {
+        const Folded part = fold_partials<FOLD>(p, first_partial + f * FOLD * N, item, mine);
+        const int lane = item / QUADS, dim = item % QUADS * 4;
+        __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D + dim), part.numerator);
+        if (dim == 0) {
+            __stcg(p.maxima + fold_partial + lane, part.maximum);
+            __stcg(p.sums + fold_partial + lane, part.sum);
         }
     }
-    cluster_wait();
+    if (!last_of(arrivals, folds)) return;
+#pragma unroll 1
+    for (int item = thread; item < items; item += VALUE_THREADS) {
+        const Folded all = fold_partials<MAX_FOLDS>(p, first_partial + MAX_SEGMENTS * N, item, folds);
+        finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
+    }
 }
 
 // Rows that no block computes: of nobody, of requests that see nothing, and beyond the lane blocks launched.
@@ -926,17 +1016,20 @@ __device__ __forceinline__ void fill_rows(const Params& p, int first, int past, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 grouped_attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const unsigned base = shared_address(shared);
+    const unsigned base = uniform(shared_address(shared));
     const int thread = threadIdx.x, in_warp = thread % 32;
-    // The same in every thread of a warp, and the compiler knows it.
-    const int role = __shfl_sync(0xFFFFFFFF, thread / 128, 0);
+    const int role = uniform(thread / 128);
     if (MAPS && thread == 0) {
         prefetch_map(p.k_tile);
         prefetch_map(p.v_tile);
     }
+
+    // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
+    int early = 0;
+    if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];
 
     Work work;
     work.request = blockIdx.z;
@@ -953,7 +1046,8 @@ grouped_attention(const __grid_constant__ Params p) {
     int longest = 0, shortest = 0x7FFFFFFF;
 #pragma unroll 1
     for (int row = in_warp; row < work.rows; row += 32) {
-        const int length = min(p.row_lengths[(work.first_row + row) * p.length_stride], cap);
+        const bool known = p.requests == 1 && work.first_row == 0 && row < 32;
+        const int length = min(known ? early : p.row_lengths[(work.first_row + row) * p.length_stride], cap);
         longest = max(longest, length);
         const bool mine = (row + 1) * p.group > work.lane_block * N && row * p.group < (work.lane_block + 1) * N;
         if (mine && length > 0) shortest = min(shortest, length);
@@ -962,7 +1056,6 @@ grouped_attention(const __grid_constant__ Params p) {
     work.shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
 
     const Segments segments = segments_of(work.longest);
-    const int cluster = blockIdx.x / CLUSTER;
     if (blockIdx.x == 0) {
         const int covered = gridDim.y / kv_heads * N / p.group;
         const float nan = __uint_as_float(0x7FC00000);
@@ -977,13 +1070,17 @@ grouped_attention(const __grid_constant__ Params p) {
         for (int row = owned + blockIdx.x; row < p.rows; row += gridDim.x)
             fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, THREADS);
     }
-    // A whole cluster leaves at once. So does one whose lane block has no rows.
-    if (cluster * CLUSTER >= segments.count || work.lane_block * N >= work.rows * p.group) return;
+    if (blockIdx.x >= segments.count || work.lane_block * N >= work.rows * p.group) return;
     const int first_tile = blockIdx.x * segments.tiles_each;
     work.begin = first_tile * TILE;
     work.tiles = min(max(segments.tiles - first_tile, 0), segments.tiles_each);
+    work.segments = segments.count;
+    work.unmasked = max(work.shortest - work.begin, 0) / TILE;
+    // Read again from shared memory where it is needed: in registers it would be in the loops' way.
+    Work& kept = *reinterpret_cast<Work*>(shared + AT_WORK);
 
     if (thread == 0) {
+        kept = work;
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(base + FULL_K + i * 8, MAPS ? 1 : 33);
             mbarrier_init(base + FULL_V + i * 8, MAPS ? 1 : 33);
@@ -1010,13 +1107,12 @@ grouped_attention(const __grid_constant__ Params p) {
 #ifdef SCORE_REGISTERS
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(SCORE_REGISTERS) ";");
 #endif
-        score_warpgroup(p, work, base, role);
+        score_warpgroup(p, kept, base, role);
     } else {
 #ifdef VALUE_REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");
 #endif
-        value_warpgroup(p, work, base, role - SCORE_GROUPS);
-        barrier_sync(4, VALUE_THREADS);
-        fold(p, work, segments, base, thread - 128 * SCORE_GROUPS);
+        value_warpgroup(p, kept, base, role - SCORE_GROUPS);
+        combine(p, kept, base, threadIdx.x - 128 * SCORE_GROUPS);
     }
 }

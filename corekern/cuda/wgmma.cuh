@@ -23,7 +23,7 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Strides in bytes: from one 8 x 8 matrix to the next along k, and along n.
+// Where B lies; strides in bytes, from one 8 x 8 matrix to the next along k, and along n.
 __device__ __forceinline__ unsigned long long wgmma_operand(unsigned address, unsigned k_stride, unsigned n_stride) {
     return static_cast<unsigned long long>((address & 0x3FFFF) >> 4) |
            static_cast<unsigned long long>(k_stride >> 4) << 16 | static_cast<unsigned long long>(n_stride >> 4) << 32;
