@@ -304,8 +304,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Work& work, 
     }
 }
 
-// Where two tokens of a tile lie, looked up by one thread. The page is as the table has it, so that nothing waits for the
-// load until it is used; see page_in.
+// Where two tokens of a tile lie, looked up by one thread; the page is as the table has it.
 struct Places {
     int page[2], slot[2];
 };
@@ -425,7 +424,8 @@ __device__ __forceinline__ void fetch_chunks(const Params& p, int kv_head, unsig
     __syncwarp();
 }
 
-__device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, unsigned base, int tile, const Places& places, int in_warp) {
+__device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, unsigned base, int tile, int in_warp) {
+    const Places places = find_tile(p, work, tile, in_warp);
     if constexpr (MAPS)
         fetch_boxes(p, work, base, tile, places, in_warp);
     else
@@ -435,7 +435,7 @@ __device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, un
 // S^T of one tile: compensated sums over head_dim, the tile's maximum and P.
 __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
     const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
-    const int g = in_warp / 4, t = in_warp % 4;
+    const int t = in_warp % 4;
     // ldmatrix: matrices are tokens 0-7 and 8-15 of a chunk, then of the next chunk.
     // Chunk c of a row is the address of chunk 0 or 1 with the bits of c turned over: rows are as long as they are aligned.
     const unsigned k_row = swizzled(16 * warp + (in_warp & 15), in_warp >> 4);
@@ -454,13 +454,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
     for (int tile = group; tile < tiles; tile += SCORE_GROUPS) {
         const int stage = tile % STAGES;
         const unsigned k_at = base + AT_K + stage * TILE_BYTES;
-        // What is fetched below, looked up early: the page ids may come from far away.
-        const int later = tile - SCORE_GROUPS + STAGES;
-        Places places;
-        if (warp == 0 && tile >= SCORE_GROUPS && later < tiles) places = find_tile(p, work, later, in_warp);
         mbarrier_wait(base + FULL_K + stage * 8, (tile / STAGES) & 1);
-        const unsigned seen_low = load_shared(base + AT_SEEN + stage * 8);
-        const unsigned seen_high = load_shared(base + AT_SEEN + stage * 8 + 4);
 
         float s[4 * PAIRS], lost[4 * PAIRS], chain[4 * PAIRS];
         unsigned raw[2][4];
@@ -502,7 +496,10 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             }
         }
 
+        const unsigned seen_low = load_shared(base + AT_SEEN + stage * 8);
+        const unsigned seen_high = load_shared(base + AT_SEEN + stage * 8 + 4);
         if (tile >= unmasked || (seen_low & seen_high) != 0xFFFFFFFF) {
+            const int anew = thread_anew(), warp = anew % 128 / 32, g = anew % 32 / 4, t = anew % 4;
             const int begin = work.begin + tile * TILE;
             const unsigned seen = warp < 2 ? seen_low : seen_high;
             const int token = begin + 16 * warp + g;
@@ -522,6 +519,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         // The maximum of each lane over the tile: in the warp, then over the warps. Of three sets of maxima, the next is
         // cleared while this one is gathered: its last readers passed the barrier in between.
         {
+            const int thread = thread_anew() % 128, t = thread % 4;
             float peak[2 * PAIRS];
 #pragma unroll
             for (int j = 0; j < PAIRS; ++j) {
@@ -575,19 +573,23 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j)
             store_matrices(p_row + j * MATRIX, high[j][0], high[j][1], residual[j][0], residual[j][1]);
-        if (thread < N) {
+        const int anew = thread_anew() % 128, warp_anew = anew / 32;
+        if (const int thread = anew; thread < N) {
             const float maximum = __int_as_float(ordered(load_shared(from + thread * 4)));
             store_shared(base + AT_TILE_MAX + (group * N + thread) * 4,
                          __float_as_uint(maximum * load_shared_float(base + AT_SCALE + thread * 4)));
         }
 #pragma unroll
         for (int i = 0; i < PAIRS_LEFT; ++i)
-            store_shared_pair(base + AT_TILE_SUM + ((group * 4 + warp) * N + 8 * (first + i) + 2 * t) * 4, sums[2 * i],
+            store_shared_pair(base + AT_TILE_SUM + ((group * 4 + warp_anew) * N + 8 * (first + i) + 2 * (anew % 4)) * 4, sums[2 * i],
                               sums[2 * i + 1]);
         fence_proxy_async();
         __syncwarp();
         if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
-        if (warp == 0 && tile >= SCORE_GROUPS && later < tiles) fetch_tile(p, work, base, later, places, in_warp);
+        // Page ids come from the L1 cache but for the first of each 32.
+        const int later = tile - SCORE_GROUPS + STAGES;
+        if (thread_anew() % 128 < 32 && tile >= SCORE_GROUPS && later < tiles)
+            fetch_tile(p, work, base, later, thread_anew() % 32);
     }
 }
 
@@ -1098,7 +1100,7 @@ grouped_attention(const __grid_constant__ Params p) {
     if (role < SCORE_GROUPS && thread % 128 < 32) {
 #pragma unroll 1
         for (int tile = role; tile < min(work.tiles, STAGES); tile += SCORE_GROUPS)
-            fetch_tile(p, work, base, tile, find_tile(p, work, tile, in_warp), in_warp);
+            fetch_tile(p, work, base, tile, in_warp);
     }
     load_queries(p, work, base, thread);
     fence_proxy_async();
