@@ -1,18 +1,21 @@
 """Attention over FP8 (E4M3) paged KV caches, with FP32 state."""
 
 from corekern.attention import (
+    AttentionPlan,
     causal_row_lengths,
     explain_route,
     finalize,
     merge_states,
     paged_attention,
     partial_attention,
+    plan_attention,
 )
 from corekern.cache import PagedKVCache
 from corekern.codec import calibrate_scale, decode, encode
 from corekern.formats import FORMATS, Format, get_format, resolve_kv_dtype
 from corekern.routing import route_counts
 from corekern.state import PartialState
+from corekern.workspace import reserve
 
 __version__ = "0.1.0"
 
@@ -22,6 +25,7 @@ PRECISION_REVISION = 4
 __all__ = [
     "FORMATS",
     "PRECISION_REVISION",
+    "AttentionPlan",
     "Format",
     "PagedKVCache",
     "PartialState",
@@ -36,6 +40,8 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "partial_attention",
+    "plan_attention",
+    "reserve",
     "resolve_kv_dtype",
     "route_counts",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,20 @@ from corekern.routing import AttentionProblem
 from corekern.state import PartialState
 
 _INT32 = (np.dtype(np.int32),)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """A `paged_attention` call that has passed its checks: what a backend is given."""
+
+    problem: AttentionProblem
+    q: Any
+    cache: PagedKVCache
+    block_table: Any
+    row_lengths: Any
+    query_start_loc: Any
+    softmax_scale: float
 
 
 def paged_attention(
@@ -66,15 +82,18 @@ def paged_attention(
     >>> out.shape, float(out.min()), float(out.max())
     ((1, 4, 64), 1.0, 1.0)
     """
-    problem, scale = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
-    if out is None:
-        out = np.empty(q.shape, q.dtype)
-    inputs = {"q": q, "cache.k": cache.k, "cache.v": cache.v, "block_table": block_table}
-    inputs |= {"row_lengths": row_lengths, "query_start_loc": query_start_loc}
-    arrays.check_output(out, "out", shape=q.shape, dtypes=arrays.FLOATS, inputs=inputs)
-    state = _state(problem, route, q, cache, block_table, row_lengths, query_start_loc, scale)
-    _backend().finalize(state, out)
-    return (out, state) if return_state else out
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
+    target = _output(call, out)
+    chosen = routing.select(call.problem, route)
+    backend = routing.backend(chosen.backend)
+    routing.record(chosen, call.problem)
+    result = arrays.give_back(target, q) if out is None else out
+    if return_state:
+        state = backend.attention_state(call)
+        backend.finalize(state, target)
+        return result, _give_back_state(state, q)
+    backend.attention(call, target)
+    return result
 
 
 def partial_attention(
@@ -93,8 +112,84 @@ def partial_attention(
     Arguments and errors are those of `paged_attention`. `finalize(partial_attention(...))` has the bits
     of `paged_attention(...)`.
     """
-    problem, scale = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
-    return _state(problem, route, q, cache, block_table, row_lengths, query_start_loc, scale)
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
+    chosen = routing.select(call.problem, route)
+    routing.record(chosen, call.problem)
+    return _give_back_state(routing.backend(chosen.backend).attention_state(call), q)
+
+
+class AttentionPlan:
+    """A `paged_attention` call with everything decided: made by `plan_attention`, called with new queries."""
+
+    def __init__(self, call: AttentionCall, route: routing.Route) -> None:
+        self.problem = call.problem
+        self.route = route.name
+        self._route = route
+        self._like = (call.q.shape, call.q.strides, call.q.dtype, call.problem.device)
+        self._run = routing.backend(route.backend).plan_attention(call)
+
+    def __call__(self, q: Any, *, out: Any) -> Any:
+        """Attention of `q` over what the planned arrays now hold, into `out`; returns `out`.
+
+        Args:
+            q: an array like the planned one: the same shape, strides, dtype and device.
+            out: (rows, q_heads, head_dim), contiguous, of q's dtype and device; must not overlap q or the
+                cache.
+
+        Raises:
+            ValueError: q or out is not as above.
+        """
+        shape, strides, dtype, device = self._like
+        queries, target = arrays.adopt(q, "q"), arrays.adopt(out, "out")
+        if (queries.shape, queries.strides, queries.dtype, arrays.device_of(queries)) != self._like:
+            raise ValueError(
+                f"q: shape {queries.shape}, strides {queries.strides}, {queries.dtype} on "
+                f"{arrays.device_of(queries)} is not the planned {shape}, {strides}, {dtype} on {device}"
+            )
+        if (
+            target.shape != shape
+            or target.dtype != dtype
+            or not target.flags.c_contiguous
+            or arrays.device_of(target) != device
+        ):
+            raise ValueError(f"out: is not a contiguous {shape} array of {dtype} on {device}")
+        routing.record(self._route, self.problem)
+        self._run(queries, target)
+        return out
+
+
+def plan_attention(
+    q: Any,
+    cache: PagedKVCache,
+    block_table: Any,
+    row_lengths: Any,
+    query_start_loc: Any,
+    *,
+    softmax_scale: float | None = None,
+    route: str | None = None,
+    validate: bool | None = None,
+) -> AttentionPlan:
+    """Checks a call, chooses its route, compiles its kernels and takes its workspace, once for many calls.
+
+    Arguments and errors are those of `paged_attention`; q's values are not looked at. The plan keeps the
+    cache, block_table, row_lengths and query_start_loc given: their contents may change between calls, also
+    between replays of a captured graph, but the arrays may not be replaced. On a GPU a plan belongs to the
+    stream that is current when it is made.
+
+    Returns:
+        A plan: `plan(q, out=out)`.
+
+    >>> cache = PagedKVCache.empty(1, 16, 1, 64)
+    >>> cache.write(np.ones((2, 1, 64), np.float32), np.ones((2, 1, 64), np.float32), np.int32([0, 1]))
+    >>> q = np.ones((1, 4, 64), np.float16)
+    >>> lengths = np.int32([1])
+    >>> plan = plan_attention(q, cache, np.int32([[0]]), lengths, np.int32([0, 1]))
+    >>> lengths[:] = 0
+    >>> float(plan(q, out=np.empty_like(q)).max())
+    0.0
+    """
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
+    return AttentionPlan(call, routing.select(call.problem, route))
 
 
 def merge_states(*states: PartialState) -> PartialState:
@@ -111,9 +206,13 @@ def merge_states(*states: PartialState) -> PartialState:
     """
     if not states:
         raise ValueError("states: none were given")
-    for i, state in enumerate(states):
-        _check_state(state, f"states[{i}]", states[0])
-    return _backend().merge(states)
+    adopted = [_adopt_state(state, f"states[{i}]") for i, state in enumerate(states)]
+    device = arrays.check_same_device(
+        **{f"states[{i}].{field}": a for i, s in enumerate(adopted) for field, a in vars(s).items()}
+    )
+    for i, state in enumerate(adopted):
+        _check_state(state, f"states[{i}]", adopted[0].numerator.shape)
+    return _give_back_state(routing.state_backend(device).merge(adopted), states[0].numerator)
 
 
 def finalize(state: PartialState, dtype: Any = np.float32, *, out: Any = None) -> Any:
@@ -130,43 +229,56 @@ def finalize(state: PartialState, dtype: Any = np.float32, *, out: Any = None) -
     Raises:
         TypeError, ValueError: an argument that is not as above.
     """
-    _check_state(state, "state", state)
-    if out is None:
-        out = np.empty(state.numerator.shape, arrays.float_dtype(dtype, "dtype"))
-    inputs = {"state.numerator": state.numerator, "state.maximum": state.maximum, "state.sum": state.sum}
-    arrays.check_output(out, "out", shape=state.numerator.shape, dtypes=arrays.FLOATS, inputs=inputs)
-    _backend().finalize(state, out)
-    return out
+    adopted = _adopt_state(state, "state")
+    inputs = {f"state.{field}": a for field, a in vars(adopted).items()}
+    target = None if out is None else arrays.adopt(out, "out")
+    device = arrays.check_same_device(**inputs, out=target)
+    shape = adopted.numerator.shape
+    _check_state(adopted, "state", shape)
+    if target is None:
+        target = arrays.namespace(device).empty(shape, arrays.float_dtype(dtype, "dtype"))
+    else:
+        arrays.check_output(target, "out", shape=shape, dtypes=arrays.FLOATS, inputs=inputs)
+    routing.state_backend(device).finalize(adopted, target)
+    return arrays.give_back(target, state.numerator) if out is None else out
 
 
-def causal_row_lengths(seq_lens: Any, query_start_loc: Any) -> Any:
+def causal_row_lengths(seq_lens: Any, query_start_loc: Any, rows: int | None = None) -> Any:
     """How many tokens each query row sees when the rows are a request's last tokens.
 
     Args:
         seq_lens: (requests,) int32, tokens in the cache, this step's included; 0 for a dummy request,
             whose rows are inactive.
         query_start_loc: (requests + 1,) int32 from 0, non-decreasing.
+        rows: how many rows to give; those past query_start_loc[-1] are 0. None gives query_start_loc[-1],
+            for which a GPU is waited for.
 
     Returns:
-        (query_start_loc[-1],) int32.
+        (rows,) int32 in the library of seq_lens.
 
     Raises:
-        TypeError, ValueError: an argument that is not as above, or fewer tokens than rows.
+        TypeError, ValueError: an argument that is not as above; on the CPU also fewer tokens than rows.
 
     >>> causal_row_lengths(np.int32([7, 0, 9]), np.int32([0, 3, 4, 5])).tolist()
     [5, 6, 7, 0, 9]
     """
-    _check_query_start_loc(query_start_loc, None)
-    requests = len(query_start_loc) - 1
-    arrays.check_array(seq_lens, "seq_lens", shape=(requests,), dtypes=_INT32)
-    counts = np.diff(query_start_loc)
-    bad = np.flatnonzero((seq_lens < counts) & (seq_lens != 0))
-    if len(bad):
-        r = bad[0]
-        raise ValueError(f"seq_lens: request {r} has {seq_lens[r]} tokens but {counts[r]} query rows")
-    request = np.repeat(np.arange(requests), counts)
-    rows_after = query_start_loc[1:][request] - 1 - np.arange(len(request))
-    return np.where(seq_lens[request] == 0, 0, seq_lens[request] - rows_after).astype(np.int32)
+    lens, starts = arrays.adopt(seq_lens, "seq_lens"), arrays.adopt(query_start_loc, "query_start_loc")
+    device = arrays.check_same_device(seq_lens=lens, query_start_loc=starts)
+    _check_query_start_loc(starts, rows, look=device == "cpu")
+    requests = len(starts) - 1
+    arrays.check_array(lens, "seq_lens", shape=(requests,), dtypes=_INT32)
+    if device == "cpu":
+        counts = np.diff(starts)
+        bad = np.flatnonzero((lens < counts) & (lens != 0))
+        if len(bad):
+            r = bad[0]
+            raise ValueError(f"seq_lens: request {r} has {lens[r]} tokens but {counts[r]} query rows")
+    xp = arrays.namespace(device)
+    row = xp.arange(int(starts[-1]) if rows is None else rows, dtype=np.int32)
+    request = xp.minimum(xp.searchsorted(starts, row, side="right") - 1, requests - 1)
+    length = lens[request] - (starts[request + 1] - 1 - row)
+    seen = (lens[request] != 0) & (row < starts[-1])
+    return arrays.give_back(xp.where(seen, length, 0).astype(np.int32), seq_lens)
 
 
 def explain_route(
@@ -179,20 +291,19 @@ def explain_route(
     route: str | None = None,
 ) -> dict[str, str]:
     """For each route, "taken" or why it is not, for the `paged_attention` call with these arguments."""
-    problem, _ = _check(q, cache, block_table, row_lengths, query_start_loc, None, None)
-    return routing.explain(problem, route)
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, None, None)
+    return routing.explain(call.problem, route)
 
 
-def _state(problem, route, q, cache, block_table, row_lengths, query_start_loc, scale) -> PartialState:
-    routing.record(routing.select(problem, route), problem)
-    return _backend().attention_state(q, cache, block_table, row_lengths, query_start_loc, scale)
-
-
-def _check(
-    q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate
-) -> tuple[AttentionProblem, float]:
+def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate) -> AttentionCall:
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache: expected a PagedKVCache, got {type(cache).__name__}")
+    q, block_table = arrays.adopt(q, "q"), arrays.adopt(block_table, "block_table")
+    row_lengths = arrays.adopt(row_lengths, "row_lengths")
+    query_start_loc = arrays.adopt(query_start_loc, "query_start_loc")
+    device = arrays.check_same_device(
+        cache=cache.k, q=q, block_table=block_table, row_lengths=row_lengths, query_start_loc=query_start_loc
+    )
     arrays.check_array(
         q, "q", shape=("rows", "q_heads", cache.head_dim), dtypes=arrays.FLOATS, contiguous_last=True
     )
@@ -205,21 +316,23 @@ def _check(
         )
     if head_dim > 256:
         raise ValueError(f"q: head_dim {head_dim} is over 256")
-    _check_query_start_loc(query_start_loc, rows)
+    # Looking at values means waiting for a GPU, where it is done only when asked for.
+    validating = arrays.should_validate(validate)
+    look = device == "cpu" or validating
+    _check_query_start_loc(query_start_loc, rows, look)
     requests = len(query_start_loc) - 1
     arrays.check_array(block_table, "block_table", shape=(requests, "max_pages"), dtypes=_INT32)
     arrays.check_array(row_lengths, "row_lengths", shape=(rows,), dtypes=_INT32)
-    if (row_lengths < 0).any():
-        row = int(np.flatnonzero(row_lengths < 0)[0])
-        raise ValueError(f"row_lengths: row {row} has the negative length {row_lengths[row]}")
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    elif not np.isfinite(float(softmax_scale)):
-        raise ValueError(f"softmax_scale: {softmax_scale} is not finite")
-    if arrays.should_validate(validate):
-        _check_pages(cache, block_table, row_lengths, query_start_loc)
+    if look:
+        lengths = arrays.to_host(row_lengths)
+        if (lengths < 0).any():
+            row = int(np.flatnonzero(lengths < 0)[0])
+            raise ValueError(f"row_lengths: row {row} has the negative length {lengths[row]}")
+    softmax_scale = _check_softmax_scale(softmax_scale, cache)
+    if validating:
+        _check_pages(cache, *(arrays.to_host(a) for a in (block_table, row_lengths, query_start_loc)))
     problem = AttentionProblem(
-        device="cpu",
+        device=device,
         rows=rows,
         requests=requests,
         q_heads=q_heads,
@@ -229,13 +342,40 @@ def _check(
         q_dtype=next(f.name for f in FORMATS.values() if f.value == q.dtype),
         kv_dtype=cache.format.name,
     )
-    return problem, float(softmax_scale)
+    return AttentionCall(
+        problem, q, cache, block_table, row_lengths, query_start_loc, softmax_scale=softmax_scale
+    )
 
 
-def _check_query_start_loc(query_start_loc, rows: int | None) -> None:
+def _check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
+    """The scale as a number whose fold with k_scale, in base 2, float32 can hold."""
+    try:
+        value = cache.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"softmax_scale: expected a number, got {type(softmax_scale).__name__}") from None
+    if not abs(value) * cache.k_scale * math.log2(math.e) <= _LARGEST:
+        raise ValueError(f"softmax_scale: {value} times k_scale {cache.k_scale} is not finite in float32")
+    return value
+
+
+def _output(call: AttentionCall, out: Any) -> Any:
+    """The array to write: `out`, checked, or a new one like q."""
+    if out is None:
+        return arrays.namespace(call.problem.device).empty(call.q.shape, call.q.dtype)
+    target = arrays.adopt(out, "out")
+    arrays.check_same_device(cache=call.cache.k, out=target)
+    inputs = {"q": call.q, "cache.k": call.cache.k, "cache.v": call.cache.v, "block_table": call.block_table}
+    inputs |= {"row_lengths": call.row_lengths, "query_start_loc": call.query_start_loc}
+    return arrays.check_output(target, "out", shape=call.q.shape, dtypes=arrays.FLOATS, inputs=inputs)
+
+
+def _check_query_start_loc(query_start_loc, rows: int | None, look: bool) -> None:
     arrays.check_array(query_start_loc, "query_start_loc", shape=("requests + 1",), dtypes=_INT32)
     if len(query_start_loc) < 2:
         raise ValueError("query_start_loc: has no requests (an empty batch)")
+    if not look:
+        return
+    query_start_loc = arrays.to_host(query_start_loc)
     if query_start_loc[0] != 0:
         raise ValueError(f"query_start_loc: starts at {query_start_loc[0]}, not at 0")
     falls = np.flatnonzero(np.diff(query_start_loc) < 0)
@@ -270,17 +410,18 @@ def _check_pages(cache, block_table, row_lengths, query_start_loc) -> None:
             )
 
 
-def _check_state(state, name: str, like: PartialState) -> None:
+def _adopt_state(state: Any, name: str) -> PartialState:
     if not isinstance(state, PartialState):
         raise TypeError(f"{name}: expected a PartialState, got {type(state).__name__}")
-    shape = like.numerator.shape
+    return PartialState(**{field: arrays.adopt(a, f"{name}.{field}") for field, a in vars(state).items()})
+
+
+def _give_back_state(state: PartialState, like: Any) -> PartialState:
+    return PartialState(**{field: arrays.give_back(a, like) for field, a in vars(state).items()})
+
+
+def _check_state(state: PartialState, name: str, shape: tuple[int, ...]) -> None:
     float32 = (np.dtype(np.float32),)
     arrays.check_array(state.numerator, f"{name}.numerator", shape=shape, dtypes=float32)
     arrays.check_array(state.maximum, f"{name}.maximum", shape=shape[:-1], dtypes=float32)
     arrays.check_array(state.sum, f"{name}.sum", shape=shape[:-1], dtypes=float32)
-
-
-def _backend():
-    from corekern import cpu
-
-    return cpu

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from corekern import arrays
+from corekern import arrays, routing
 from corekern.formats import Format, get_format
 
 OVERFLOWS = ("saturate", "nan")
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def encode(
@@ -46,16 +47,13 @@ def encode(
     [56, 128, 126, 126]
     """
     fmt = _fp8_format(dtype)
-    arrays.check_array(x, "x", dtypes=arrays.FLOATS_AND_DOUBLE)
-    scale = arrays.check_scales(scale, "scale", x.shape)
+    source = arrays.check_array(arrays.adopt(x, "x"), "x", dtypes=arrays.FLOATS_AND_DOUBLE)
+    scale = arrays.check_scales(scale, "scale", source.shape)
     if overflow not in OVERFLOWS:
         raise ValueError(f"overflow: {overflow!r} is not one of {', '.join(OVERFLOWS)}")
-    if out is None:
-        out = np.empty(x.shape, np.uint8)
-    inputs = {"x": x} if isinstance(scale, float) else {"x": x, "scale": scale}
-    arrays.check_output(out, "out", shape=x.shape, dtypes=(fmt.storage, fmt.value), inputs=inputs)
-    _backend().encode(x, out.view(np.uint8), fmt, scale, overflow == "saturate")
-    return out
+    target, device = _output(out, source, scale, "x", (fmt.storage, fmt.value), np.dtype(np.uint8))
+    routing.storage_backend(device).encode(source, target.view(np.uint8), fmt, scale, overflow == "saturate")
+    return arrays.give_back(target, x) if out is None else out
 
 
 def decode(
@@ -85,18 +83,17 @@ def decode(
     >>> decode(np.uint8([56, 128, 126]), "fp8_e4m3", scale=0.5).tolist()
     [0.5, -0.0, 224.0]
     """
-    arrays.check_array(codes, "codes", dtypes=(np.dtype(np.uint8), *arrays.FP8))
-    named = codes.dtype != np.uint8
-    fmt = _fp8_format(codes.dtype if named and dtype is None else dtype or "fp8_e4m3")
-    if named and fmt.value != codes.dtype:
-        raise TypeError(f"codes: dtype {codes.dtype} is not {fmt.name}")
-    scale = arrays.check_scales(scale, "scale", codes.shape)
-    if out is None:
-        out = np.empty(codes.shape, arrays.float_dtype(out_dtype, "out_dtype"))
-    inputs = {"codes": codes} if isinstance(scale, float) else {"codes": codes, "scale": scale}
-    arrays.check_output(out, "out", shape=codes.shape, dtypes=arrays.FLOATS, inputs=inputs)
-    _backend().decode(codes.view(np.uint8), out, fmt, scale)
-    return out
+    source = arrays.adopt(codes, "codes")
+    arrays.check_array(source, "codes", dtypes=(np.dtype(np.uint8), *arrays.FP8))
+    named = source.dtype != np.uint8
+    fmt = _fp8_format(source.dtype if named and dtype is None else dtype or "fp8_e4m3")
+    if named and fmt.value != source.dtype:
+        raise TypeError(f"codes: dtype {source.dtype} is not {fmt.name}")
+    scale = arrays.check_scales(scale, "scale", source.shape)
+    out_dtype = arrays.float_dtype(out_dtype, "out_dtype")
+    target, device = _output(out, source, scale, "codes", arrays.FLOATS, out_dtype)
+    routing.storage_backend(device).decode(source.view(np.uint8), target, fmt, scale)
+    return arrays.give_back(target, codes) if out is None else out
 
 
 def calibrate_scale(x: Any, dtype: str | Format = "fp8_e4m3", margin: float = 1.0) -> float:
@@ -111,21 +108,27 @@ def calibrate_scale(x: Any, dtype: str | Format = "fp8_e4m3", margin: float = 1.
         margin * max|x| / largest, as a float that float32 holds exactly; 1.0 when x is all zero.
 
     Raises:
-        ValueError: x is empty or not finite, or margin is not a finite number above 0.
+        ValueError: x is empty or not finite or needs a scale past float32, or margin is not a finite number
+            above 0.
 
     >>> calibrate_scale(np.float32([-3.5, 1.0]))
     0.0078125
     """
     fmt = _fp8_format(dtype)
-    arrays.check_array(x, "x", dtypes=arrays.FLOATS_AND_DOUBLE)
+    x = arrays.check_array(arrays.adopt(x, "x"), "x", dtypes=arrays.FLOATS_AND_DOUBLE)
     margin = arrays.check_scale(margin, "margin")
     if x.size == 0:
         raise ValueError("x: is empty")
     largest = max(abs(float(x.max())), abs(float(x.min())))
     if not np.isfinite(largest):
         raise ValueError("x: holds values that are not finite")
+    if not largest:
+        return 1.0
+    scale = margin * largest / fmt.max
+    if scale > _LARGEST_SCALE:
+        raise ValueError(f"x: holds {largest:g}, whose scale is past float32")
     # A subnormal scale loses bits, and below about 1e-45 there is none at all.
-    return float(np.float32(max(margin * largest / fmt.max, 2.0**-126))) if largest else 1.0
+    return float(np.float32(max(scale, 2.0**-126)))
 
 
 def _fp8_format(dtype) -> Format:
@@ -135,7 +138,11 @@ def _fp8_format(dtype) -> Format:
     return fmt
 
 
-def _backend():
-    from corekern import cpu
-
-    return cpu
+def _output(out, source, scale, name, dtypes, dtype) -> tuple[Any, str]:
+    """The array to write, and the device that everything is on."""
+    inputs = {name: source} if isinstance(scale, float) else {name: source, "scale": scale}
+    adopted = None if out is None else arrays.adopt(out, "out")
+    device = arrays.check_same_device(**inputs, out=adopted)
+    if adopted is None:
+        return arrays.namespace(device).empty(source.shape, dtype), device
+    return arrays.check_output(adopted, "out", shape=source.shape, dtypes=dtypes, inputs=inputs), device

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 log = logging.getLogger("corekern")
 
@@ -32,6 +34,8 @@ class Route:
     """A way to compute attention: who takes what, and in which state."""
 
     name: str
+    backend: str
+    """The module under `corekern` that runs it."""
     state: str
     refuse: Callable[[AttentionProblem], str | None]
     """Why the route cannot take a problem; None when it can."""
@@ -40,6 +44,7 @@ class Route:
 ROUTES = (
     Route(
         name="cpu_fp32",
+        backend="cpu",
         state="fp32 numerator/max/sum",
         refuse=lambda problem: None if problem.device == "cpu" else f"arrays are on {problem.device}",
     ),
@@ -51,7 +56,14 @@ _lock = threading.Lock()
 
 
 def explain(problem: AttentionProblem, route: str | None = None) -> dict[str, str]:
-    """For each route, "taken" or why it is not, in the order in which they are tried."""
+    """For each route, "taken" or why it is not, in the order in which they are tried.
+
+    Raises:
+        ValueError: no such route.
+    """
+    names = [r.name for r in ROUTES]
+    if route is not None and route not in names:
+        raise ValueError(f"route: {route!r} is not one of {', '.join(names)}")
     chosen = None
     reasons = {}
     for candidate in ROUTES:
@@ -72,9 +84,6 @@ def select(problem: AttentionProblem, route: str | None = None) -> Route:
     Raises:
         ValueError: no such route, or it cannot take the problem; the message says why.
     """
-    names = [r.name for r in ROUTES]
-    if route is not None and route not in names:
-        raise ValueError(f"route: {route!r} is not one of {', '.join(names)}")
     reasons = explain(problem, route)
     for candidate in ROUTES:
         if reasons[candidate.name] == "taken":
@@ -104,3 +113,18 @@ def route_counts() -> dict[str, int]:
     """How many calls each route has run in this process, by name; routes that never ran are left out."""
     with _lock:
         return dict(_counts)
+
+
+def backend(name: str) -> ModuleType:
+    """A backend module: "cpu", "simt" or "cuda"; imported on first use."""
+    return importlib.import_module(f"corekern.{name}")
+
+
+def storage_backend(device: str) -> ModuleType:
+    """Who encodes, decodes, writes and gathers on a device."""
+    return backend("cpu" if device == "cpu" else "cuda")
+
+
+def state_backend(device: str) -> ModuleType:
+    """Who merges and finalizes states on a device, whatever route made them."""
+    return backend("cpu" if device == "cpu" else "simt")

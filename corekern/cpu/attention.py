@@ -16,6 +16,7 @@ only memory taken: a few hundred KiB a thread, plus the partial states of the ta
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 from numba import njit
@@ -269,15 +270,26 @@ def _divide_rows(numerator, total, out, first, last):
             out[i, d] = np.float32(0.0) if empty else numerator[i, d] / divisor
 
 
-def attention_state(
-    q, cache, block_table, row_lengths, query_start_loc, softmax_scale: float
-) -> PartialState:
+def attention(call, out: np.ndarray) -> None:
+    """out = the attention of a checked call; see `corekern.paged_attention`."""
+    finalize(attention_state(call), out)
+
+
+def plan_attention(call):
+    """A function (q, out) that runs the call with other queries; see `corekern.plan_attention`."""
+    return lambda q, out: attention(replace(call, q=q), out)
+
+
+def attention_state(call) -> PartialState:
     """The FP32 state of every row over its tokens; see `corekern.partial_attention`."""
+    cache = call.cache
+    # Copies in one memory order, beside K and V a trifle, so that one compiled kernel serves every view.
+    q, block_table = np.array(call.q, order="C"), np.array(call.block_table, order="C")
     rows, q_heads, head_dim = q.shape
     kv_heads = cache.kv_heads
     group = q_heads // kv_heads
     capacity = block_table.shape[1] * cache.page_size
-    lengths = np.minimum(np.maximum(row_lengths, 0), capacity).astype(np.int64)
+    lengths = np.minimum(np.maximum(call.row_lengths, 0), capacity).astype(np.int64)
     state = PartialState(
         numerator=np.zeros((rows, q_heads, head_dim), np.float32),
         maximum=np.full((rows, q_heads), -np.inf, np.float32),
@@ -285,12 +297,14 @@ def attention_state(
     )
     k_flat, k_layouts = _flatten(cache.k, cache.format)
     v_flat, v_layouts = _flatten(cache.v, cache.format)
-    scale = np.float32(softmax_scale * cache.k_scale * _LOG2_E)
+    scale = np.float32(call.softmax_scale * cache.k_scale * _LOG2_E)
     padded_dim = -(-head_dim // ROWS) * ROWS
     task_bytes = 4 * MAX_LANES * (padded_dim + 2)
     wave = max(2 * num_threads(), WORKSPACE_BYTES // task_bytes)
     workspace = None
-    for tasks, blocks in _waves(query_start_loc, lengths, kv_heads, group, wave):
+    # A plan's arrays may have changed since they were checked; what they say must not lead outside of q.
+    starts = np.clip(call.query_start_loc, 0, rows)
+    for tasks, blocks in _waves(starts, lengths, kv_heads, group, wave):
         if workspace is None:
             workspace = (
                 np.empty((len(tasks), padded_dim, MAX_LANES), np.float32),
@@ -319,7 +333,7 @@ def _waves(query_start_loc, lengths, kv_heads, group, wave):
     for request in range(len(query_start_loc) - 1):
         row, past_row = int(query_start_loc[request]), int(query_start_loc[request + 1])
         pairs = (past_row - row) * group
-        if not pairs:
+        if pairs <= 0:
             continue
         # As few blocks as possible, and as even as possible.
         vectors = -(-pairs // LANES)
@@ -386,4 +400,5 @@ def finalize(state: PartialState, out: np.ndarray) -> None:
     for_ranges(
         lambda b, e: _divide_rows(numerator, total, result, b, e), len(total), max(64, len(total) // 8)
     )
-    out[...] = result.reshape(out.shape).astype(out.dtype)
+    with np.errstate(over="ignore"):  # float16 has its infinity
+        out[...] = result.reshape(out.shape).astype(out.dtype)

@@ -23,17 +23,18 @@ _WRITE_SIDE = [
 ]
 WRITE = np.dtype(
     [
-        ("k", _WRITE_SIDE),
-        ("v", _WRITE_SIDE),
+        ("sides", _WRITE_SIDE, 2),
         ("slot_mapping", np.uint64),
         ("slot_mapping_stride", np.int64),
         ("slots", np.int64),
         ("page_size", np.int64),
         ("tokens", np.int64),
         ("slots_are_int64", np.int32),
+        ("used_sides", np.int32),
         ("heads", np.int32),
         ("head_dim", np.int32),
         ("tokens_per_block", np.int32),
+        ("unused", np.int32),
     ]
 )
 _GATHER_SIDE = [
@@ -49,8 +50,7 @@ _GATHER_SIDE = [
 ]
 GATHER = np.dtype(
     [
-        ("k", _GATHER_SIDE),
-        ("v", _GATHER_SIDE),
+        ("sides", _GATHER_SIDE, 2),
         ("block_table", np.uint64),
         ("table_stride", np.int64),
         ("table_width", np.int64),
@@ -81,34 +81,49 @@ def write_cache(cache: Any, k: Any, v: Any, slot_mapping: Any) -> None:
         k, v: (tokens, kv_heads, head_dim) float16, bfloat16 or float32, last axis contiguous.
         slot_mapping: (tokens,) int32 or int64, any stride.
     """
-    tokens, heads, head_dim = k.shape
-    if k.size == 0:
+    sides = [(k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)]
+    for part in [sides] if k.dtype == v.dtype else [sides[:1], sides[1:]]:
+        _launch_write(cache, part, slot_mapping)
+
+
+def _launch_write(cache: Any, sides: list[tuple[Any, Any, float]], slot_mapping: Any) -> None:
+    """Write K, V or both: (tokens, their cache, its scale) each, of one dtype."""
+    source = sides[0][0]
+    tokens, heads, head_dim = source.shape
+    if source.size == 0:
         return
     pages, page_size = cache.k.shape[:2]
-    vector = vector_of(k.itemsize)
-    vectors = head_dim % vector == 0 and all(_aligned(a, vector) for a in (k, v, cache.k, cache.v))
-    items_in_token = heads * head_dim // (vector if vectors else 1)
+    vector = vector_of(source.itemsize)
+    vectors = head_dim % vector == 0 and all(_aligned(a, vector) for x, to, _ in sides for a in (x, to))
+    items_in_token = len(sides) * heads * head_dim // (vector if vectors else 1)
     tokens_per_block = min(THREADS, max(-(-THREADS // items_in_token), -(-tokens // WRITE_BLOCKS)))
 
-    def side(source, target, scale):
-        strides = (*_strides(source)[:2], *_strides(target)[:3])
-        return (loader.address(source), loader.address(target), *strides, pack_divisor(scale).item())
-
+    packed = [
+        (
+            loader.address(x),
+            loader.address(to),
+            *_strides(x)[:2],
+            *_strides(to)[:3],
+            pack_divisor(scale).item(),
+        )
+        for x, to, scale in sides
+    ]
     arguments = (
-        side(k, cache.k, cache.k_scale),
-        side(v, cache.v, cache.v_scale),
+        [packed[0], packed[-1]],
         loader.address(slot_mapping),
         *_strides(slot_mapping),
         pages * page_size,
         page_size,
         tokens,
         slot_mapping.itemsize == 8,
+        len(sides),
         heads,
         head_dim,
         tokens_per_block,
+        0,
     )
     entry = "cache_write_vector" if vectors else "cache_write_any"
-    function = loader.kernel("cache_write.cu", entry, VALUE=k.dtype.name, FORMAT=cache.format.name)
+    function = loader.kernel("cache_write.cu", entry, VALUE=source.dtype.name, FORMAT=cache.format.name)
     function((-(-tokens // tokens_per_block),), (THREADS,), (np.array([arguments], WRITE),))
 
 
@@ -130,7 +145,7 @@ def gather_cache(cache: Any, block_table_row: Any, length: int, k_out: Any, v_ou
     pages, page_size = cache.k.shape[:2]
     vector = vector_of(k_out.itemsize)
     vectors = head_dim % vector == 0 and all(_aligned(a, vector) for a in (k_out, v_out, cache.k, cache.v))
-    items_in_row = heads * head_dim // (vector if vectors else 1)
+    items_in_row = 2 * heads * head_dim // (vector if vectors else 1)
     tokens_per_block = max(1, THREADS // items_in_row)
 
     def side(source, out, scale):
@@ -138,8 +153,7 @@ def gather_cache(cache: Any, block_table_row: Any, length: int, k_out: Any, v_ou
         return (loader.address(source), loader.address(out), *strides, scale, 0)
 
     arguments = (
-        side(cache.k, k_out, cache.k_scale),
-        side(cache.v, v_out, cache.v_scale),
+        [side(cache.k, k_out, cache.k_scale), side(cache.v, v_out, cache.v_scale)],
         loader.address(block_table_row),
         *_strides(block_table_row),
         block_table_row.shape[0],

@@ -1,14 +1,14 @@
 // New tokens into a paged cache: cache[slot] = round(x / scale) for K and for V.
 //
-// Data flow: a block owns tokens_per_block (<= THREADS) consecutive tokens, both K and V. Thread t first looks
-// up the place of token t; then all threads walk the slot mapping behind the block's first token, marking
-// tokens that a later one replaces; then all threads share the block's (token, head, vector) items, reading
-// K and V before converting either. Shared memory holds the tokens' places and a hash table of their slots.
-// Barriers: table cleared | table filled | table used to mark | marks read.
+// Data flow: a block owns tokens_per_block (<= THREADS) consecutive tokens, both K and V. Thread t first works
+// out where token t goes; then all threads walk the slot mapping behind the block's first token, marking the
+// tokens that a later one replaces; then all threads share the block's (token, K or V, head, vector) items.
+// Shared memory holds the tokens' places and a hash table of their slots.
+// Barriers: table cleared | table filled | marks made, after which shared memory is only read.
 //
 // When several tokens name one slot the last of them is kept, in every run, although blocks run in any
-// order: every token but the last is never written. Finding them costs a read of the slot mapping a block,
-// linear in tokens for each of at most about a thousand blocks, and a look into a table in shared memory.
+// order: the others are never written. Finding them costs each of at most about a thousand blocks one read of
+// the slot mapping, and a look into a table in shared memory for every entry.
 //
 //   cache_write_vector  rows of K, V and both caches aligned for whole vectors
 //   cache_write_any     any alignment, element by element
@@ -26,7 +26,7 @@ constexpr int TABLE_BITS = 9;
 constexpr int TABLE = 1 << TABLE_BITS;
 static_assert(TABLE >= 2 * THREADS, "a block has up to THREADS tokens");
 
-// Strides in elements.
+// K or V; strides in elements.
 struct Side {
     const Value* source;
     Format* cache;
@@ -36,19 +36,21 @@ struct Side {
 };
 
 struct Write {
-    Side k, v;
+    Side sides[2];  // K, V
     const void* slot_mapping;
     long long slot_mapping_stride;
     long long slots;  // pages x page_size: what a slot must be below
     long long page_size;
     long long tokens;
     int slots_are_int64;
+    int used_sides;  // 2, or 1 where K and V have different dtypes and take a launch each
     int heads;
     int head_dim;
     int tokens_per_block;
+    int unused;
 };
 
-// The slot of a token, or -1 where the token has none: negative, or beyond the cache.
+// The slot of a token; negative where it has none, as it is beyond the cache.
 __device__ __forceinline__ long long slot_of(const Write& write, long long token) {
     const long long at = token * write.slot_mapping_stride;
     const long long slot = write.slots_are_int64 ? static_cast<const long long*>(write.slot_mapping)[at]
@@ -61,36 +63,30 @@ __device__ __forceinline__ int bucket_of(long long slot) {
     return static_cast<unsigned>(slot) * 2654435769u >> (32 - TABLE_BITS);
 }
 
-template <int WIDTH>
-__device__ __forceinline__ void convert(const Side& side, const Quad<Value> (&x)[WIDTH], Quad<Format> (&out)[WIDTH]) {
+template <class To, class From>
+__device__ __forceinline__ Quad<To> convert(const Quad<From>& x, const Divisor& divisor) {
+    float y[4];
+    if constexpr (is_fp8<To>) {
+        divide(x, divisor, y);
+    } else {
+        // Nothing to do leaves every bit alone, NaN's payload too.
+        if constexpr (same_type<To, From>)
+            if (divisor.given == 1.0f) return x;
+        // The short division is exact over FP8's range only.
+        unpack(x, y);
+        if (divisor.given != 1.0f) {
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-        float y[4];
-        if constexpr (is_fp8<Format>) {
-            divide(x[i], side.divisor, y);
-        } else {
-            // Nothing to do leaves every bit alone, NaN's payload too.
-            if constexpr (same_type<Value, Format>) {
-                if (side.divisor.given == 1.0f) {
-                    out[i] = x[i];
-                    continue;
-                }
-            }
-            // The short division is exact over FP8's range only.
-            unpack(x[i], y);
-            if (side.divisor.given != 1.0f) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) y[j] = __fdiv_rn(y[j], side.divisor.given);
-            }
+            for (int i = 0; i < 4; ++i) y[i] = __fdiv_rn(y[i], divisor.given);
         }
-        out[i] = pack<Format>(y, x[i]);
     }
+    return pack<To>(y, x);
 }
 
 template <bool VECTORS> __device__ __forceinline__ void write_tokens(const Write& write) {
     __shared__ int first_in_bucket[TABLE];
     __shared__ int next_in_bucket[THREADS];
     __shared__ long long slot[THREADS];
+    __shared__ long long place[THREADS][2];  // of the token in each side's cache
     __shared__ int skipped[THREADS];
 
     const int thread = threadIdx.x;
@@ -100,13 +96,18 @@ template <bool VECTORS> __device__ __forceinline__ void write_tokens(const Write
 
     for (int i = thread; i < TABLE; i += THREADS) first_in_bucket[i] = -1;
     if (thread < tokens) {
-        slot[thread] = slot_of(write, first_token + thread);
-        skipped[thread] = slot[thread] < 0;
+        const long long mine = slot_of(write, first_token + thread);
+        const long long page = mine / write.page_size, in_page = mine - page * write.page_size;
+        slot[thread] = mine;
+        skipped[thread] = mine < 0;
+        for (int side = 0; side < write.used_sides; ++side)
+            place[thread][side] = page * write.sides[side].page_stride + in_page * write.sides[side].slot_stride;
     }
     __syncthreads();
     if (thread < tokens && slot[thread] >= 0)
         next_in_bucket[thread] = atomicExch(&first_in_bucket[bucket_of(slot[thread])], thread);
     __syncthreads();
+#pragma unroll 1
     for (long long token = first_token + 1 + thread; token < write.tokens; token += THREADS) {
         const long long later = slot_of(write, token);
         if (later < 0) continue;
@@ -117,50 +118,38 @@ template <bool VECTORS> __device__ __forceinline__ void write_tokens(const Write
 
     constexpr int width = VECTORS ? VECTOR : 1;
     const int items_in_head = write.head_dim / width;
-    const int items_in_token = write.heads * items_in_head;
+    const int items_in_side = write.heads * items_in_head;
+    const int items = tokens * write.used_sides * items_in_side;
 #pragma unroll 1
-    for (int item = thread; item < tokens * items_in_token; item += THREADS) {
-        const int i = item / items_in_token;
+    for (int item = thread; item < items; item += THREADS) {
+        const int row = item / items_in_side;  // token and side
+        const int i = row >> (write.used_sides - 1), which = row & (write.used_sides - 1);
         if (skipped[i]) continue;
-        const int in_token = item - i * items_in_token;
-        const int head = in_token / items_in_head;
-        const int column = (in_token - head * items_in_head) * width;
-        const long long token = first_token + i;
-        // 32-bit division where it will do: it is the common case and several times cheaper.
-        const long long page = write.slots >> 32 == 0
-                                   ? static_cast<unsigned>(slot[i]) / static_cast<unsigned>(write.page_size)
-                                   : slot[i] / write.page_size;
-        const long long in_page = slot[i] - page * write.page_size;
+        const int in_side = item - row * items_in_side;
+        const int head = in_side / items_in_head;
+        const int column = (in_side - head * items_in_head) * width;
 
-        const Side &k = write.k, &v = write.v;
-        const Value* k_from = k.source + token * k.token_stride + head * k.head_stride + column;
-        const Value* v_from = v.source + token * v.token_stride + head * v.head_stride + column;
-        Format* k_to = k.cache + page * k.page_stride + in_page * k.slot_stride + head * k.cache_head_stride + column;
-        Format* v_to = v.cache + page * v.page_stride + in_page * v.slot_stride + head * v.cache_head_stride + column;
+        const Side& side = write.sides[which];
+        const Value* from = side.source + (first_token + i) * side.token_stride + head * side.head_stride + column;
+        Format* to = side.cache + place[i][which] + head * side.cache_head_stride + column;
         if constexpr (VECTORS) {
-            Quad<Value> k_in[QUADS], v_in[QUADS];
-            Quad<Format> k_out[QUADS], v_out[QUADS];
-            load(k_from, k_in);
-            load(v_from, v_in);
-            convert(k, k_in, k_out);
-            convert(v, v_in, v_out);
-            store(k_to, k_out);
-            store(v_to, v_out);
+            Quad<Value> x[QUADS];
+            Quad<Format> out[QUADS];
+            load(from, x);
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) out[j] = convert<Format>(x[j], side.divisor);
+            store(to, out);
         } else {
-            Quad<Value> k_in[1] = {load_one(k_from)}, v_in[1] = {load_one(v_from)};
-            Quad<Format> k_out[1], v_out[1];
-            convert(k, k_in, k_out);
-            convert(v, v_in, v_out);
-            store_one(k_to, k_out[0]);
-            store_one(v_to, v_out[0]);
+            store_one(to, convert<Format>(load_one(from), side.divisor));
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) cache_write_vector(Write write) {
+// __grid_constant__ lets a thread choose its side by index without copying the arguments to local memory.
+extern "C" __global__ void __launch_bounds__(THREADS) cache_write_vector(const __grid_constant__ Write write) {
     write_tokens<true>(write);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) cache_write_any(Write write) {
+extern "C" __global__ void __launch_bounds__(THREADS) cache_write_any(const __grid_constant__ Write write) {
     write_tokens<false>(write);
 }

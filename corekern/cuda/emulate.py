@@ -2,9 +2,10 @@
 
     >>> run = kernel("encode.cu", "encode_flat", arch=700, VALUE="float32", FORMAT="fp8_e4m3")  # doctest: +SKIP
 
-gives an object that is called like a CuPy RawKernel and reads NumPy arrays. `emulate.h` stands in for CUDA
+gives an object that is called like a CuPy RawKernel and reads NumPy arrays. `emulate.cuh` stands in for CUDA
 and `ptx_emulated.cuh` for the instructions, with which the sources' own arithmetic is compared: `arch` below
-890 takes the paths without FP8 conversion. What this cannot show is a race, or a misaligned access.
+890 takes the paths without FP8 conversion. A misaligned access, which a device would refuse, ends the
+process. What this cannot show is a race, or how fast anything is.
 """
 
 from __future__ import annotations
@@ -58,11 +59,22 @@ class Kernel:
 
 
 def kernel(source: str, entry: str, *, arch: int = 700, **choices: str) -> Kernel:
-    """The emulated kernel `entry`, specialised as by `loader.kernel`, for `arch` such as 700 or 900."""
+    """The emulated kernel `entry`, specialised as by `loader.kernel`, for `arch` such as 700 or 900.
+
+    Raises:
+        RuntimeError: when there is no g++, or the source does not compile.
+    """
+    text = sources.expand(source, ptx="ptx_emulated.cuh")
+    library = compile_text(text, source, arch=arch, **choices)
+    return Kernel(getattr(library, f"launch_{entry}"), KERNELS[source].constants["THREADS"])
+
+
+def compile_text(text: str, source: str, *, arch: int = 700, **choices: str) -> ctypes.CDLL:
+    """The library made of `text`, an expanded and perhaps changed `source`; its first choices by default."""
     family = KERNELS[source]
-    defines = {**family.defines(choices), "TARGET_ARCH": str(arch)}
-    library = _library(source, tuple(defines.items()))
-    return Kernel(getattr(library, f"launch_{entry}"), family.constants["THREADS"])
+    chosen = {name: values[0] for name, values in family.choices.items()} | choices
+    defines = {**family.defines(chosen), "TARGET_ARCH": str(arch)}
+    return _library(text, family.entries, tuple(defines.items()))
 
 
 @functools.cache
@@ -71,26 +83,22 @@ def _directory() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def _library(source: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    body = sources.expand(source, ptx="ptx_emulated.cuh")
-    text = "\n".join(
-        [
-            f"#define HAS_BARRIERS {int('__syncthreads' in body)}",
-            sources.expand("emulate.h"),
-            body,
-            *(
-                f'extern "C" void launch_{entry}(unsigned blocks, void** parameters) {{ run({entry}, blocks, parameters); }}'
-                for entry in KERNELS[source].entries
-            ),
-        ]
-    )
-    name = hashlib.sha256(repr((text, defines)).encode()).hexdigest()[:16]
-    folder = Path(_directory().name)
-    (folder / f"{name}.cpp").write_text(text)
-    command = [compiler() or "g++", *_FLAGS, *(f"-D{k}={v}" for k, v in defines)]
-    done = subprocess.run(
-        [*command, "-o", f"{folder}/{name}.so", f"{folder}/{name}.cpp"], capture_output=True, text=True
-    )
+def _library(text: str, entries: tuple[str, ...], defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    if compiler() is None:
+        raise RuntimeError("emulating kernels needs g++")
+    program = [
+        f"#define HAS_BARRIERS {int('__syncthreads' in text)}",
+        sources.expand("emulate.cuh"),
+        text,
+    ]
+    for entry in entries:
+        body = f"run({entry}, blocks, parameters);"
+        program.append(f'extern "C" void launch_{entry}(unsigned blocks, void** parameters) {{ {body} }}')
+    name = hashlib.sha256(repr((program, defines)).encode()).hexdigest()[:16]
+    path = Path(_directory().name, name)
+    path.with_suffix(".cpp").write_text("\n".join(program))
+    command = [compiler(), *_FLAGS, *(f"-D{k}={v}" for k, v in defines), "-o", f"{path}.so", f"{path}.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{source} does not compile for the CPU:\n{done.stderr}")
-    return ctypes.CDLL(f"{folder}/{name}.so")
+        raise RuntimeError(f"does not compile for the CPU, with {dict(defines)}:\n{done.stderr}")
+    return ctypes.CDLL(f"{path}.so")

@@ -55,10 +55,20 @@ __device__ __forceinline__ void store(T* to, Quad<T> (&quad)[QUADS]) {
     }
 }
 
-// One element, as the first of a quad. It must be aligned to its own size, as every array element is.
+// Whether the address of an element is no multiple of its size. Such views are legal (a byte buffer cut
+// anywhere), but the device refuses the access: their elements travel byte by byte.
+template <class T> __device__ __forceinline__ bool lies_askew(const T* element) {
+    return reinterpret_cast<unsigned long long>(element) % sizeof(T) != 0;
+}
+
+// One element, as the first of a quad.
 template <class T> __device__ __forceinline__ Quad<T> load_one(const T* from) {
     Quad<T> quad = {};
-    if constexpr (sizeof(T) == 1) {
+    if (lies_askew(from)) {
+        const unsigned char* bytes = reinterpret_cast<const unsigned char*>(from);
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) quad.word[i / 4] |= bytes[i] << i % 4 * 8;
+    } else if constexpr (sizeof(T) == 1) {
         quad.word[0] = *reinterpret_cast<const unsigned char*>(from);
     } else if constexpr (sizeof(T) == 2) {
         quad.word[0] = *reinterpret_cast<const unsigned short*>(from);
@@ -72,12 +82,18 @@ template <class T> __device__ __forceinline__ Quad<T> load_one(const T* from) {
 }
 
 template <class T> __device__ __forceinline__ void store_one(T* to, const Quad<T>& quad) {
-    if constexpr (sizeof(T) == 1)
+    if (lies_askew(to)) {
+        unsigned char* bytes = reinterpret_cast<unsigned char*>(to);
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T)); ++i)
+            bytes[i] = static_cast<unsigned char>(quad.word[i / 4] >> i % 4 * 8);
+    } else if constexpr (sizeof(T) == 1) {
         *reinterpret_cast<unsigned char*>(to) = static_cast<unsigned char>(quad.word[0]);
-    else if constexpr (sizeof(T) == 2)
+    } else if constexpr (sizeof(T) == 2) {
         *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(quad.word[0]);
-    else
+    } else {
         *reinterpret_cast<unsigned*>(to) = quad.word[0];
+    }
 }
 
 template <class T> __device__ __forceinline__ bool is_negative(const Quad<T>& quad, int i) {

@@ -7,9 +7,11 @@
 // its operand's sign lost, and so it is here.
 #pragma once
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstring>
 #include <ucontext.h>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,6 +20,7 @@
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(threads)
+#define __grid_constant__
 
 struct dim3 { unsigned x; };
 static dim3 threadIdx, blockIdx;
@@ -62,38 +65,57 @@ static inline float __double2float_rz(double x) {
 
 static inline int atomicExch(int* at, int value) { return std::exchange(*at, value); }
 
-// Coroutines of one block, resumed in turn by run_block.
-static ucontext_t scheduler, coroutine[THREADS];
+// Coroutines, one a thread of a block, made once and used for every block. ucontext only gives each its
+// stack; setjmp then switches without the system call that swapcontext makes.
+constexpr size_t STACK = 64 << 10;
+static ucontext_t first_entry[THREADS];
+static jmp_buf scheduler, resume[THREADS];
 static bool finished[THREADS];
 static void (*thread_body)();
 
-static inline void __syncthreads() { swapcontext(&coroutine[threadIdx.x], &scheduler); }
+static void leave() {
+    if (_setjmp(resume[threadIdx.x]) == 0) _longjmp(scheduler, 1);
+}
+
+static inline void __syncthreads() { leave(); }
 
 static void run_thread() {
-    thread_body();
-    finished[threadIdx.x] = true;
+    leave();  // once made, wait for the first block
+    for (;;) {
+        thread_body();
+        finished[threadIdx.x] = true;
+        leave();
+    }
+}
+
+static void make_coroutines() {
+    static std::vector<char> stacks(THREADS * STACK);
+    for (unsigned t = 0; t < THREADS; ++t) {
+        getcontext(&first_entry[t]);
+        first_entry[t].uc_stack.ss_sp = &stacks[t * STACK];
+        first_entry[t].uc_stack.ss_size = STACK;
+        makecontext(&first_entry[t], run_thread, 0);
+        threadIdx.x = t;
+        if (_setjmp(scheduler) == 0) setcontext(&first_entry[t]);
+    }
 }
 
 static void run_block(void (*body)()) {
-    static std::vector<char> stacks(THREADS * (64 << 10));
+    static const bool made = (make_coroutines(), true);
+    (void)made;
     thread_body = body;
-    for (unsigned t = 0; t < THREADS; ++t) {
-        getcontext(&coroutine[t]);
-        coroutine[t].uc_stack.ss_sp = &stacks[t * (64 << 10)];
-        coroutine[t].uc_stack.ss_size = 64 << 10;
-        coroutine[t].uc_link = &scheduler;
-        finished[t] = false;
-        makecontext(&coroutine[t], run_thread, 0);
-    }
-    for (bool any = true; any;) {
-        any = false;
-        for (unsigned t = 0; t < THREADS; ++t) {
-            if (finished[t]) continue;
-            threadIdx.x = t;
-            swapcontext(&scheduler, &coroutine[t]);
-            any = true;
+    for (unsigned t = 0; t < THREADS; ++t) finished[t] = false;
+    // Volatile: what changes between a setjmp and the return to it must be in memory.
+    static volatile unsigned next, running;
+    do {
+        running = 0;
+        for (next = 0; next < THREADS; next = next + 1) {
+            if (finished[next]) continue;
+            threadIdx.x = next;
+            if (_setjmp(scheduler) == 0) _longjmp(resume[next], 1);
+            running = running + !finished[next];
         }
-    }
+    } while (running);
 }
 
 // Runs `kernel` over a grid; `parameters` are pointers to the arguments, as for cuLaunchKernel.

@@ -1,0 +1,72 @@
+"""Device memory for partial states: one buffer for each device, stream and partial dtype.
+
+Two streams never share a buffer, and partials of different dtypes never alias. A buffer grows when a call
+needs more; inside a graph capture nothing is allocated, and a buffer that a captured graph uses is kept
+for as long as the process lives, since the graph will be replayed on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from corekern import arrays
+
+PARTIAL_DTYPES = ("float32", "float16")
+
+_buffers: dict[tuple[int, int, str], Any] = {}
+_captured: list[Any] = []
+_lock = threading.Lock()
+
+
+def reserve(nbytes: int, *, partial_dtype: str = "float32") -> None:
+    """Makes the workspace of the current device and stream at least `nbytes` large.
+
+    Needed before a graph capture on that stream; elsewhere calls grow it themselves.
+
+    Args:
+        nbytes: bytes of partial states, as the error of a capture names them.
+        partial_dtype: "float32", or "float16" for `grouped_fp16_legacy`.
+
+    Raises:
+        ValueError: a size below 0 or another dtype, or the stream is being captured.
+        ImportError: CuPy is not installed.
+    """
+    if not isinstance(nbytes, (int, np.integer)) or nbytes < 0:
+        raise ValueError(f"nbytes: {nbytes!r} is not an integer of at least 0")
+    if partial_dtype not in PARTIAL_DTYPES:
+        raise ValueError(f"partial_dtype: {partial_dtype!r} is not one of {', '.join(PARTIAL_DTYPES)}")
+    cupy = arrays.namespace("cuda")
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise ValueError("nbytes: cannot be reserved while the stream is being captured")
+    take(int(nbytes), partial_dtype)
+
+
+def take(nbytes: int, partial_dtype: str = "float32") -> Any:
+    """The current stream's buffer, a CuPy uint8 array of at least `nbytes`.
+
+    Its contents last until the next call on the same stream.
+
+    Raises:
+        RuntimeError: a capture needs more than was reserved; the message names the call to make.
+    """
+    cupy = arrays.namespace("cuda")
+    stream = cupy.cuda.get_current_stream()
+    key = (cupy.cuda.runtime.getDevice(), stream.ptr, partial_dtype)
+    buffer = _buffers.get(key)
+    large_enough = buffer is not None and buffer.nbytes >= nbytes
+    if stream.is_capturing():
+        if not large_enough:
+            option = "" if partial_dtype == "float32" else f", partial_dtype={partial_dtype!r}"
+            raise RuntimeError(
+                f"workspace: a graph capture may not allocate, and this call needs {nbytes} bytes; "
+                f"call corekern.reserve({nbytes}{option}) on this stream before the capture"
+            )
+        with _lock:
+            if not any(kept is buffer for kept in _captured):
+                _captured.append(buffer)
+    elif not large_enough:
+        buffer = _buffers[key] = cupy.empty(nbytes, cupy.uint8)
+    return buffer

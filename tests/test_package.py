@@ -1,0 +1,53 @@
+"""The package as a user meets it: what importing it costs, and that the README's commands are those CI runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_the_package_imports_no_compiler_and_no_framework():
+    loaded = run_python("import corekern, sys; print(*sys.modules)").split()
+    for heavy in ("numba", "cupy", "torch", "jax", "llvmlite", "matplotlib"):
+        assert heavy not in loaded
+
+
+def test_every_public_name_exists():
+    import corekern
+
+    assert sorted(corekern.__all__) == sorted(set(corekern.__all__))
+    for name in corekern.__all__:
+        assert getattr(corekern, name) is not None
+
+
+def readme_commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_ci_runs_the_readmes_test_command():
+    # The script makes its environment another way, in a folder that it removes, so that part differs.
+    (command,) = [line for line in readme_commands() if "pytest" in line and "venv" in line]
+    _, install_and_test = command.split(". .venv/bin/activate && ")
+    assert install_and_test in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
+def test_commands_run(arguments):
+    done = subprocess.run([sys.executable, "-m", "corekern.cli", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "corekern" in done.stdout
+
+
+def test_without_a_command_there_is_help_and_exit_status_2():
+    done = subprocess.run([sys.executable, "-m", "corekern.cli"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "doctor" in done.stdout
