@@ -41,10 +41,12 @@ PARAMS = np.dtype(
         *((name, np.int64) for name in ("q_row", "q_head", "out_row", "out_head", "table_row", "table_column")),
         *((name, np.int64) for name in ("length_stride", "start_stride", "num_pages")),
         *((name, np.int32) for name in ("page_size", "table_width", "rows", "requests", "group", "q_heads")),
+        ("page_magic", np.uint32),
+        ("page_shift", np.uint32),
         *((name, np.int32) for name in ("granule", "together", "q_aligned", "out_type", "zero_q", "negate_q")),
         ("scale", np.float32),
         ("v_scale", np.float32),
-        ("padding", np.uint8, 32),
+        ("padding", np.uint8, 24),
     ]
 )
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -208,6 +210,7 @@ def plan(
                     (token, page, head),
                     (row, tokens, 1, 1),
                 )
+    one["page_magic"], one["page_shift"] = division(page_size)
     one["granule"] = _granule(cache)
     for name, array in (
         ("q", q),
@@ -257,6 +260,15 @@ def plan(
         out=out,
         kept=(q, cache, block_table, row_lengths, query_start_loc, state, workspace),
     )
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """(magic, shift) such that n // divisor == (2 * n * magic >> 32) >> shift for every n below 2^31.
+
+    With shift = ceil(log2(divisor)), magic * divisor exceeds 2^(31 + shift) by at most divisor (Granlund and Montgomery).
+    """
+    shift = (divisor - 1).bit_length()
+    return (1 << (31 + shift)) // divisor + 1, shift
 
 
 def threads_of(head_dim: int) -> int:

@@ -62,6 +62,10 @@ constexpr int P_BYTES = 2 * P_HALF;
 constexpr int MATRIX = 128;
 constexpr int GROUP_STRIDE = N / 8 * MATRIX;
 
+// A value warp's own: the weights of the tile and of the past, and the reference, maximum and sum so far; [5][lane].
+constexpr int RUNNING = 2 * N * 4;
+constexpr int WARP_STATE = 5 * N * 4;
+
 constexpr int AT_K = 0;
 constexpr int AT_V = AT_K + STAGES * TILE_BYTES;
 constexpr int AT_Q = AT_V + STAGES * TILE_BYTES;
@@ -69,9 +73,8 @@ constexpr int AT_P = AT_Q + Q_BYTES;
 constexpr int AT_PEAK = AT_P + SCORE_GROUPS * P_BYTES;              // [group][3][lane], as ordered integers
 constexpr int AT_TILE_MAX = AT_PEAK + SCORE_GROUPS * 3 * N * 4;     // [group][lane]
 constexpr int AT_TILE_SUM = AT_TILE_MAX + SCORE_GROUPS * N * 4;     // [group][warp][lane]
-constexpr int AT_WEIGHT = AT_TILE_SUM + SCORE_GROUPS * 4 * N * 4;   // [value warp][tile's, past's][lane]
-constexpr int AT_RUNNING = AT_WEIGHT + VALUE_WARPS * 2 * N * 4;     // [value warp][reference, maximum, sum][lane]
-constexpr int AT_SCALE = AT_RUNNING + VALUE_WARPS * 3 * N * 4;      // [lane]
+constexpr int AT_WEIGHT = AT_TILE_SUM + SCORE_GROUPS * 4 * N * 4;   // [value warp][WARP_STATE]
+constexpr int AT_SCALE = AT_WEIGHT + VALUE_WARPS * WARP_STATE;      // [lane]
 constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
 constexpr int AT_SEEN = AT_LENGTH + N * 4;                          // [stage], a bit a token
 constexpr int AT_BARRIERS = AT_SEEN + STAGES * 8;
@@ -111,6 +114,7 @@ struct Params {
     long long q_row, q_head, out_row, out_head, table_row, table_column, length_stride, start_stride;
     long long num_pages;
     int page_size, table_width, rows, requests, group, q_heads;
+    unsigned page_magic, page_shift;  // token / page_size = 2 token * page_magic >> 32 + page_shift, for any token
     int granule, together;  // granule: bytes a cache access may take when there are no maps
     int q_aligned, out_type, zero_q, negate_q;
     float scale, v_scale;  // softmax_scale * k_scale * log2(e), not negative
@@ -137,6 +141,10 @@ __device__ __forceinline__ int thread_anew() {
 
 // Order-preserving and its own inverse: floats to integers, NaN with a clear sign above all.
 __device__ __forceinline__ int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
 
 struct Segments {
     int tiles;           // in all
@@ -316,7 +324,7 @@ __device__ __forceinline__ Places find_tile(const Params& p, const Work& work, i
     for (int i = 0; i < 2; ++i) {
         if (i == 1 && MAPS) break;
         const unsigned token = work.begin + tile * TILE + (MAPS ? SUB * (in_warp % 4) : 32 * i + in_warp);
-        const int entry = token / static_cast<unsigned>(p.page_size);
+        const int entry = __umulhi(2 * token, p.page_magic) >> p.page_shift;
         places.slot[i] = token - entry * p.page_size;
         places.page[i] = -1;
         if (token < static_cast<unsigned>(work.longest))
@@ -448,7 +456,8 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
                            (in_warp & 7) * 16;
     const unsigned peaks = base + AT_PEAK + group * 3 * N * 4;
     const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
-    int turn = 0;
+    const int warp_in_group = uniform(warp);
+    int turn = 0, fetched = -1;
 
 #pragma unroll 1
     for (int tile = group; tile < tiles; tile += SCORE_GROUPS) {
@@ -478,6 +487,15 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             if (c + 1 < D / CHAIN) {
                 load_matrices(raw[0], k_chunks(k_at, 4 * (c + 1)));
                 load_matrices(raw[1], k_chunks(k_at, 4 * (c + 1) + 2));
+            }
+            // A warp has time while its products run, and none after: the others wait for it at the next ones. So the tile
+            // that takes the place of the last but one is fetched here, if nothing reads that any more.
+            if (c + 1 == D / CHAIN && warp_in_group == 0 && tile >= SCORE_GROUPS && tile - SCORE_GROUPS + STAGES < tiles) {
+                const bool empty = mbarrier_test(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
+                if (__all_sync(0xFFFFFFFF, empty)) {
+                    fetch_tile(p, work, base, tile - SCORE_GROUPS + STAGES, thread_anew() % 32);
+                    fetched = tile;
+                }
             }
             wgmma_wait<0>();
             if (c == 0)
@@ -588,7 +606,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
         // Page ids come from the L1 cache but for the first of each 32.
         const int later = tile - SCORE_GROUPS + STAGES;
-        if (thread_anew() % 128 < 32 && tile >= SCORE_GROUPS && later < tiles)
+        if (warp_in_group == 0 && tile >= SCORE_GROUPS && later < tiles && fetched != tile)
             fetch_tile(p, work, base, later, thread_anew() % 32);
     }
 }
@@ -603,7 +621,10 @@ __device__ __forceinline__ void start_state(unsigned running, int in_warp) {
 }
 
 // Weighs a tile into the state (one warp keeps the sums) and leaves the numerators' weights in shared memory; whether the past is rescaled.
-__device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int group, unsigned weights, int in_warp, bool sums) {
+__device__ __forceinline__ bool weigh_tile(unsigned base, int group) {
+    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
+    const unsigned weights = base + AT_WEIGHT + warp * WARP_STATE, running = weights + RUNNING;
+    const bool sums = warp == 0;
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < (N + 31) / 32; ++i) {
@@ -638,7 +659,7 @@ __device__ __forceinline__ bool weigh_tile(unsigned running, unsigned base, int 
 __device__ __forceinline__ void store_partial(const Params& p, const Work& work, unsigned base, const float (&numerator)[BLOCKS][4 * PAIRS]) {
     const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
     const int g = in_warp / 4, t = in_warp % 4, chunk = warp * BLOCKS;
-    const unsigned weights = base + AT_WEIGHT + warp * 2 * N * 4, running = base + AT_RUNNING + warp * 3 * N * 4;
+    const unsigned weights = base + AT_WEIGHT + warp * WARP_STATE, running = weights + RUNNING;
     const long long partial = partial_of(work, blockIdx.x);
 #pragma unroll
     for (int i = 0; i < (N + 31) / 32; ++i) {
@@ -674,15 +695,13 @@ __device__ __forceinline__ void store_partial(const Params& p, const Work& work,
 // O^T: this warpgroup's dims of every tile, then the partial.
 __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
     const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
-    const int t = in_warp % 4;
     // This warp's 16-byte chunks of a token: one a block. A row of the product is an even dim (g) or an odd one (g + 8).
     const int chunk = (4 * group + warp) * BLOCKS;
     // ldmatrix: matrices are tokens 0-7 and 8-15, then of the next chunk, or, when there is one chunk, tokens 16-31.
     const unsigned v_row = swizzled((in_warp & 15) + (BLOCKS == 1 ? (in_warp & 16) : 0), chunk + (BLOCKS == 2 ? in_warp >> 4 : 0));
-    const unsigned weights = base + AT_WEIGHT + (4 * group + warp) * 2 * N * 4;
-    const unsigned running = base + AT_RUNNING + (4 * group + warp) * 3 * N * 4;
-    start_state(running, in_warp);
-    const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
+    // Where this thread's pairs of lanes have their weights.
+    const unsigned weights = base + AT_WEIGHT + (4 * group + warp) * WARP_STATE + 8 * (in_warp % 4);
+    start_state(base + AT_WEIGHT + (4 * group + warp) * WARP_STATE + RUNNING, in_warp);
     float numerator[BLOCKS][4 * PAIRS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -690,11 +709,11 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         for (int i = 0; i < 4 * PAIRS; ++i) numerator[b][i] = 0.0f;
 
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = 0; tile < uniform(work.tiles); ++tile) {
         const int stage = tile % STAGES, source = tile % SCORE_GROUPS;
         const unsigned v_at = base + AT_V + stage * TILE_BYTES;
         const unsigned p_at = base + AT_P + source * P_BYTES;
-        const bool masked = tile >= unmasked;
+        const bool masked = tile >= uniform(work.unmasked);
         bool bad = false;
 
         // A run's codes: [k16 step][token half, of each block].
@@ -722,12 +741,12 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
         load_run(0);
         mbarrier_wait(base + FULL_P + source * 8, (tile / SCORE_GROUPS) & 1);
         __syncwarp();
-        const bool rescale = weigh_tile(running, base, source, weights, in_warp, group == 0 && warp == 0);
+        const bool rescale = weigh_tile(base, source);
         __syncwarp();
         if (rescale) {
 #pragma unroll
             for (int j = 0; j < PAIRS; ++j) {
-                const float2 past = load_shared_pair(weights + (N + 8 * j + 2 * t) * 4);
+                const float2 past = load_shared_pair(weights + (N + 8 * j) * 4);
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -764,7 +783,7 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
             wgmma_settle(fresh[unit % 2]);
 #pragma unroll
             for (int j = 0; j < PAIRS; ++j) {
-                const float2 weight = load_shared_pair(weights + (8 * j + 2 * t) * 4);
+                const float2 weight = load_shared_pair(weights + 8 * j * 4);
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     numerator[b][4 * j + i] =
@@ -809,7 +828,7 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
             }
         }
         __syncwarp();
-        if (in_warp == 0) mbarrier_arrive(base + EMPTY_P + source * 8);
+        if (thread_anew() % 32 == 0) mbarrier_arrive(base + EMPTY_P + source * 8);
     }
 
     __syncwarp();
@@ -896,14 +915,29 @@ constexpr int QUADS = D / 4;
 // Folds partials in global memory: of consecutive segments, or of consecutive folds of them.
 template <int COUNT>
 __device__ __forceinline__ Folded fold_partials(const Params& p, long long partial, int item, int count) {
-    const int dim = item % QUADS * 4;
     const long long first = partial + item / QUADS;
-    return fold<COUNT>(
-        count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
-        [&](int i, float4& numerator, float& sum) {
-            sum = __ldcg(p.sums + first + i * N);
-            numerator = __ldcg(reinterpret_cast<const float4*>(p.numerators + (first + i * N) * D + dim));
-        });
+    const float4* numerators = reinterpret_cast<const float4*>(p.numerators + first * D) + item % QUADS;
+    if constexpr (COUNT <= 8) {
+        // Everything is on its way before the first of it is used.
+        float4 ahead[COUNT];
+        float sums[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (i < count) {
+                ahead[i] = __ldcg(numerators + i * N * QUADS);
+                sums[i] = __ldcg(p.sums + first + i * N);
+            }
+        }
+        return fold<COUNT>(
+            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
+            [&](int i, float4& numerator, float& sum) { numerator = ahead[i], sum = sums[i]; });
+    } else {
+        return fold<COUNT>(
+            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
+            [&](int i, float4& numerator, float& sum) {
+                numerator = __ldcg(numerators + i * N * QUADS), sum = __ldcg(p.sums + first + i * N);
+            });
+    }
 }
 
 // Combines the partials of a row group: FOLD neighbouring segments first, then these in order, one division, one rounding.
@@ -918,11 +952,12 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, unsig
     const int folds = (segments + FOLD - 1) / FOLD;
     const long long first_partial = partial_of(work, 0);
     int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
-    __threadfence();
-    barrier_sync(4, VALUE_THREADS);
     if (p.together) {
         constexpr int slice = 32;
+        barrier_sync(4, VALUE_THREADS);
         if (thread == 0) {
+            // What the others stored before the barrier is ordered by this fence too.
+            __threadfence();
             atomicAdd(arrivals, 1);
             int arrived;
             do {
@@ -963,9 +998,9 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, unsig
     const int f = blockIdx.x / FOLD, mine = min(FOLD, segments - f * FOLD);
     const long long fold_partial = first_partial + (MAX_SEGMENTS + f) * N;
     auto last_of = [&](int* counter, int count) {
-        __threadfence();
         barrier_sync(4, VALUE_THREADS);
         if (thread == 0) {
+            __threadfence();
             const bool last = atomicAdd(counter, 1) == count - 1;
             // Ready for the next launch.
             if (last) *counter = 0;
@@ -1029,6 +1064,17 @@ grouped_attention(const __grid_constant__ Params p) {
         prefetch_map(p.v_tile);
     }
 
+    // What is certain or likely to be wanted, before anything is known; each block asks for a part. Cold, each of the
+    // trips to memory that follow one another takes most of a microsecond.
+    if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
+        prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
+    if (p.requests == 1 && thread < 32) {
+        constexpr int line = 64;  // elements in 128 bytes
+        const int lines = D / line, index = (blockIdx.x * 32 + thread) / 8;
+        const int row_head = index / lines;
+        if (thread % 8 == 0 && row_head < p.rows * p.q_heads)
+            prefetch_l2(p.q + row_head / p.q_heads * p.q_row + row_head % p.q_heads * p.q_head + index % lines * line);
+    }
     // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
     int early = 0;
     if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];

@@ -35,6 +35,15 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, int parity) {
                  " @!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether mbarrier_wait would return at once.
+__device__ __forceinline__ bool mbarrier_test(unsigned barrier, int parity) {
+    unsigned done;
+    asm volatile("{ .reg .pred done;"
+                 " mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;"
+                 " selp.b32 %0, 1, 0, done; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
 // 16 bytes from global to shared memory, or zeros when there is nothing to read.
 __device__ __forceinline__ void copy_16(unsigned to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
