@@ -1,4 +1,4 @@
-"""Dense verify on one card in under a minute: correctness first, then cold-cache times.
+"""Dense verify and decode on one card in under a minute: correctness first, then cold-cache times.
 
     python -m bench.grouped_quick                 errors, then graph times of the four contexts
     python -m bench.grouped_quick --profile 65536 one warm-up and one launch, for ncu
@@ -26,17 +26,31 @@ COLD_BYTES = 300 << 20
 SCALE = 5.0 / 448
 
 
-def make_pool(pages: int, seed: int = 0, kv_heads: int = 1, page_size: int = PAGE, head_dim: int = HEAD_DIM, bias=None):
+def make_pool(
+    pages: int, seed: int = 0, kv_heads: int = 1, page_size: int = PAGE, head_dim: int = HEAD_DIM, bias=None
+):
     """A cache of normal data in E4M3; values repeat after four million elements."""
     rng = np.random.default_rng(seed)
     sample = rng.standard_normal(1 << 22, dtype=np.float32)
-    codes = cp.asarray((sample / np.float32(SCALE)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    codes = cp.asarray(
+        (sample / np.float32(SCALE)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    )
     shape = (pages, page_size, kv_heads, head_dim)
-    k, v = (codes[cp.random.RandomState(seed + i).randint(0, 1 << 22, shape, dtype=np.int32)] for i in range(2))
+    k, v = (
+        codes[cp.random.RandomState(seed + i).randint(0, 1 << 22, shape, dtype=np.int32)] for i in range(2)
+    )
     if bias is not None:
-        values = (cp.asarray(sample)[cp.random.RandomState(9).randint(0, 1 << 22, shape, dtype=np.int32)] + cp.asarray(bias)) / SCALE
+        values = (
+            cp.asarray(sample)[cp.random.RandomState(9).randint(0, 1 << 22, shape, dtype=np.int32)]
+            + cp.asarray(bias)
+        ) / SCALE
         lut = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
-        table = cp.asarray(np.nan_to_num(lut, posinf=448, neginf=-448).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+        table = cp.asarray(
+            np.nan_to_num(lut, posinf=448, neginf=-448)
+            .clip(-448, 448)
+            .astype(ml_dtypes.float8_e4m3fn)
+            .view(np.uint8)
+        )
         v = table[values.astype(np.float16).view(np.uint16)]
     return PagedKVCache(k, v, get_format("fp8_e4m3"), SCALE, SCALE)
 
@@ -50,7 +64,7 @@ def oracle(q, cache, pages, lengths, softmax_scale):
     rows, heads, dim = q.shape
     q64 = q.astype(np.float64).reshape(-1, dim) * (softmax_scale * np.log2(np.e) * cache.k_scale)
     lens = cp.repeat(cp.asarray(lengths), heads)
-    n, m, l = cp.zeros((rows * heads, dim)), cp.full(rows * heads, -np.inf), cp.zeros(rows * heads)
+    n, m, total = cp.zeros((rows * heads, dim)), cp.full(rows * heads, -np.inf), cp.zeros(rows * heads)
     size = cache.page_size
     for i, page in enumerate(pages):
         if i * size >= max(lengths):
@@ -61,9 +75,9 @@ def oracle(q, cache, pages, lengths, softmax_scale):
         new = cp.maximum(m, s.max(1))
         old = cp.where(m > -np.inf, cp.exp2(m - cp.where(new > -np.inf, new, 0)), 0)
         p = cp.where(visible, cp.exp2(s - cp.where(new > -np.inf, new, 0)[:, None]), 0)
-        n, l, m = n * old[:, None] + p @ cp.where(cp.isnan(v), 0, v), l * old + p.sum(1), new
+        n, total, m = n * old[:, None] + p @ cp.where(cp.isnan(v), 0, v), total * old + p.sum(1), new
     shape = (rows, heads)
-    return n.reshape(*shape, dim) * cache.v_scale, m.reshape(shape), l.reshape(shape)
+    return n.reshape(*shape, dim) * cache.v_scale, m.reshape(shape), total.reshape(shape)
 
 
 def rel(a, b):
@@ -73,30 +87,36 @@ def rel(a, b):
 def problem(cache, length, rows=8, heads=6, first_page=0, seed=1, dtype=np.float16, dim=HEAD_DIM):
     count = -(-length // cache.page_size)
     pages = [(first_page + 7 * i) % cache.num_pages for i in range(count)]
-    q = cp.asarray(np.random.default_rng(seed).standard_normal((rows, heads, dim), dtype=np.float32)).astype(dtype)
+    q = cp.asarray(np.random.default_rng(seed).standard_normal((rows, heads, dim), dtype=np.float32)).astype(
+        dtype
+    )
     lengths = np.arange(length - rows + 1, length + 1, dtype=np.int32)
-    return dict(
-        q=q, block_table=cp.asarray(np.array([pages], np.int32)), row_lengths=cp.asarray(lengths),
-        query_start_loc=cp.asarray(np.array([0, rows], np.int32)),
-    ), pages, lengths  # fmt: skip
+    return {
+        "q": q, "block_table": cp.asarray(np.array([pages], np.int32)), "row_lengths": cp.asarray(lengths),
+        "query_start_loc": cp.asarray(np.array([0, rows], np.int32)),
+    }, pages, lengths  # fmt: skip
 
 
 def check(cache, length, label="", **kw):
     args, pages, lengths = problem(cache, length, **kw)
     q = args["q"]
-    state = (cp.full(q.shape, np.nan, np.float32), cp.empty(q.shape[:2], np.float32), cp.empty(q.shape[:2], np.float32))
+    state = (
+        cp.full(q.shape, np.nan, np.float32),
+        cp.empty(q.shape[:2], np.float32),
+        cp.empty(q.shape[:2], np.float32),
+    )
     scale = q.shape[2] ** -0.5
     plan = grouped.plan(cache=cache, softmax_scale=scale, state=state, **args)
     out = plan.launch().copy()
     again = plan.launch().copy()
-    n, m, l = oracle(q, cache, pages, lengths, scale)
-    expected = n / l[..., None]
+    n, m, total = oracle(q, cache, pages, lengths, scale)
+    expected = n / total[..., None]
     floor = rel(expected.astype(q.dtype), expected)
     # The state is compared at the reference's maximum.
     shift = cp.exp2(state[1].astype(np.float64) - m)
     print(
         f"{label or length}: out {rel(out, expected):.3e} floor {floor:.3e} ratio {rel(out, expected) / floor:.4f} | "
-        f"max {float(cp.abs(state[1] - m).max()):.1e} sum {rel(state[2] * shift, l):.1e} "
+        f"max {float(cp.abs(state[1] - m).max()):.1e} sum {rel(state[2] * shift, total):.1e} "
         f"num {rel(state[0] * shift[..., None], n):.1e} | repeat {bool((out.view(np.uint16) == again.view(np.uint16)).all())}",
         flush=True,
     )
@@ -115,7 +135,7 @@ def cold_time(cache, length, rows, heads=6, calls=20, replays=15):
         ids = (np.arange(pages_each) + i * pages_each) % cache.num_pages
         args["block_table"] = cp.asarray(ids[None].astype(np.int32))
         plans.append(grouped.plan(cache=cache, softmax_scale=1 / 16, workspace=workspace, **args))
-        workspace = plans[0].kept[-1]
+        workspace = plans[0].kept[2]
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.runtime.deviceSynchronize()
     with stream:
@@ -138,7 +158,13 @@ def cold_time(cache, length, rows, heads=6, calls=20, replays=15):
         plans[0].launch()
     host = (time.perf_counter() - host) / 200 * 1e6
     cp.cuda.runtime.deviceSynchronize()
-    return float(np.median(times)), float(np.percentile(times, 10)), float(np.percentile(times, 90)), tables, host
+    return (
+        float(np.median(times)),
+        float(np.percentile(times, 10)),
+        float(np.percentile(times, 90)),
+        tables,
+        host,
+    )
 
 
 def main():

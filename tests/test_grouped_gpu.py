@@ -185,7 +185,13 @@ def test_uniform_attention_rounds_ties_to_even():
 @pytest.mark.parametrize("length", [8192, 65536, 262144])
 def test_long_contexts(length):
     problem = make_problem(
-        11, rows=(8,), seq_lens=(length,), q_heads=6, head_dim=256, page_size=3296, v_bias=np.linspace(-4, 4, 256)
+        11,
+        rows=(8,),
+        seq_lens=(length,),
+        q_heads=6,
+        head_dim=256,
+        page_size=3296,
+        v_bias=np.linspace(-4, 4, 256),
     )
     out, (numerator, maximum, total) = run(problem)
     n, m, s = long_context_state(problem)

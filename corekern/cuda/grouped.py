@@ -6,6 +6,7 @@ row_lengths, query_start_loc, the block table and the caches on the device, and 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +35,25 @@ MAX_REQUESTS = 65535
 PARAMS = np.dtype(
     [
         *((name, np.uint64, 16) for name in ("k_tile", "v_tile", "k_sub", "v_sub")),
-        *((name, np.uint64) for name in ("k", "v", "q", "block_table", "row_lengths", "query_start_loc", "out")),
+        *(
+            (name, np.uint64)
+            for name in ("k", "v", "q", "block_table", "row_lengths", "query_start_loc", "out")
+        ),
         *((name, np.uint64) for name in ("state_numerator", "state_maximum", "state_sum")),
         *((name, np.uint64) for name in ("numerators", "maxima", "sums", "arrivals")),
         *((name, np.int64) for name in ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")),
-        *((name, np.int64) for name in ("q_row", "q_head", "out_row", "out_head", "table_row", "table_column")),
+        *(
+            (name, np.int64)
+            for name in ("q_row", "q_head", "out_row", "out_head", "table_row", "table_column")
+        ),
         *((name, np.int64) for name in ("length_stride", "start_stride", "num_pages")),
         *((name, np.int32) for name in ("page_size", "table_width", "rows", "requests", "group", "q_heads")),
         ("page_magic", np.uint32),
         ("page_shift", np.uint32),
-        *((name, np.int32) for name in ("granule", "together", "q_aligned", "out_type", "zero_q", "negate_q")),
+        *(
+            (name, np.int32)
+            for name in ("granule", "together", "q_aligned", "out_type", "zero_q", "negate_q")
+        ),
         ("scale", np.float32),
         ("v_scale", np.float32),
         ("padding", np.uint8, 24),
@@ -116,18 +126,23 @@ def workspace_bytes(
 class Plan:
     """One attention call, ready to be launched any number of times; see `plan`."""
 
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int]
-    arguments: tuple
-    shared_bytes: int
+    start: Any
+    """The driver's launch function."""
+    configuration: tuple[int, ...]
+    """Its arguments up to the stream: function, grid, block, bytes of shared memory."""
+    parameters: tuple[int, ...]
+    """Its arguments after the stream: where the kernel's parameters are."""
+    current_stream: Any
     out: Any
     kept: tuple
-    """The arrays whose addresses the arguments hold."""
+    """What the addresses in the parameters point to."""
 
     def launch(self) -> Any:
-        """Launches on the current stream and returns `out`. Allocates nothing; may be captured."""
-        self.kernel(self.grid, self.block, self.arguments, shared_mem=self.shared_bytes)
+        """Launches on the current stream and returns `out`. Allocates nothing; may be captured.
+
+        Straight to the driver: CuPy's RawKernel takes tens of microseconds to look at the arguments again.
+        """
+        self.start(*self.configuration, self.current_stream().ptr, *self.parameters)
         return self.out
 
 
@@ -193,9 +208,7 @@ def plan(
         address, strides = loader.address(array), array.strides
         one[side], one[f"{side}_page"], one[f"{side}_token"], one[f"{side}_head"] = address, *strides[:3]
         # Where an axis has one element its stride is never taken, and may be anything.
-        outer = tuple(
-            s if n > 1 else head_dim for n, s in zip(array.shape[:3], strides[:3], strict=True)
-        )
+        outer = tuple(s if n > 1 else head_dim for n, s in zip(array.shape[:3], strides[:3], strict=True))
         maps = maps and can_map(address, outer)
     if maps:
         row = min(head_dim, 128)
@@ -251,14 +264,18 @@ def plan(
         "MAPS": str(int(maps)),
         "SEGMENTS": str(segments),
     }
+    from cupy_backends.cuda.api import driver
+
+    pointers = (ctypes.c_void_p * 1)(params.ctypes.data)
+    where = ctypes.addressof(pointers)
+    function = _kernel(choices).kernel.ptr
     return Plan(
-        kernel=_kernel(choices, together),
-        grid=grid,
-        block=(threads_of(head_dim),),
-        arguments=(params,),
-        shared_bytes=SHARED_LIMIT,
+        start=driver.launchCooperativeKernel if together else driver.launchKernel,
+        configuration=(function, *grid, threads_of(head_dim), 1, 1, SHARED_LIMIT),
+        parameters=(where,) if together else (where, 0),
+        current_stream=cp.cuda.get_current_stream,
         out=out,
-        kept=(q, cache, block_table, row_lengths, query_start_loc, state, workspace),
+        kept=(params, pointers, workspace, q, cache, block_table, row_lengths, query_start_loc, state),
     )
 
 
@@ -291,15 +308,13 @@ def _granule(cache: Any) -> int:
     return granule if granule >= 4 else 1
 
 
-def _kernel(choices: dict[str, str], together: bool) -> Any:
-    """The kernel; `together` launches it cooperatively, so that its blocks may wait for each other."""
+def _kernel(choices: dict[str, str]) -> Any:
     cp = loader.cupy()
-    key = (cp.cuda.runtime.getDevice(), together, *choices.values())
+    key = (cp.cuda.runtime.getDevice(), *choices.values())
     found = _modules.get(key)
     if found is None:
         options = (*OPTIONS, f"-arch={ARCH}", *(f"-D{k}={v}" for k, v in defines(choices).items()))
-        module = cp.RawModule(code=sources.expand(SOURCE), options=options, enable_cooperative_groups=together)
-        found = module.get_function(ENTRY)
+        found = cp.RawModule(code=sources.expand(SOURCE), options=options).get_function(ENTRY)
         found.max_dynamic_shared_size_bytes = SHARED_LIMIT
         _modules[key] = found
     return found

@@ -66,5 +66,7 @@ def tensor_map(
         ctypes.c_int(_ZERO_FILL),
     )
     if status != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for {shape}, strides {strides}, box {box}")
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled: error {status} for {shape}, strides {strides}, box {box}"
+        )
     return result.copy()
