@@ -1,0 +1,1166 @@
+// Attention of a few query rows over a paged FP8 cache, on Hopper's warpgroup products, with FP32 state.
+//
+// A block owns one segment of tokens of one request, one KV head and up to LANES (row, query head) pairs, the
+// lanes. Both products put the KV side on A, converted from FP8 in registers, and the lanes on B:
+//
+//   S^T[token, lane] = K Q^T        two score warpgroups, alternate tiles of 64 tokens
+//   O^T[dim, lane]   = V^T P^T      one or two value warpgroups, each half of head_dim, every tile
+//   K, V tiles                      the first warp of each score warpgroup, a ring of STAGES buffers
+//
+// Registers hold a tile's scores (score warpgroups) and the numerator (value warpgroups), which is their only
+// long-lived state. Shared memory holds the rings, Q, and for each score warpgroup P^T of one tile as float16
+// high halves and residuals, its maximum and its four warps' sums.
+//
+// Barriers: full, of each K and V buffer; full and empty, of each score warpgroup's P; a named one inside each score
+// warpgroup for the tile's maximum. P of a tile being empty again means that nothing reads that tile any more: its
+// score warpgroup, which must wait for that anyway, then fetches the tile STAGES later into the same buffers. So no
+// warpgroup is set apart for copies, and the registers are shared by four.
+//
+// A tile's probabilities are relative to the tile's own maximum, so score warpgroups depend on no other tile; the
+// value warpgroups weigh each tile as it is added. At the end each block writes its FP32 partial, and the blocks of the row
+// group combine them in order: see combine.
+//
+// Segments depend on the request's longest row alone: see segments_of.
+#include "mbarrier.cuh"
+#include "ptx.cuh"
+#include "shared.cuh"
+#include "wgmma.cuh"
+
+using Value = VALUE;    // of q
+using Format = FORMAT;  // of the cache
+
+constexpr int D = HEAD_DIM;
+constexpr int N = LANES;
+constexpr int TILE = 64;
+constexpr int RUN = 32;    // tokens from one set of fresh accumulators
+constexpr int CHAIN = 64;  // head_dim elements in one uncompensated product
+constexpr int MAX_SEGMENTS = SEGMENTS;
+constexpr int FOLD = 8;  // segments folded first
+constexpr int MAX_FOLDS = MAX_SEGMENTS / FOLD;
+constexpr int COUNTERS = 1 + MAX_FOLDS;
+constexpr int STAGES = 5;
+
+constexpr int SCORE_GROUPS = 2;
+constexpr int VALUE_GROUPS = D >= 128 ? 2 : 1;
+constexpr int BLOCKS = D / 64 / VALUE_GROUPS;  // m64 blocks of a value warpgroup
+constexpr int VALUE_WARPS = 4 * VALUE_GROUPS;
+constexpr int VALUE_THREADS = 32 * VALUE_WARPS;
+constexpr int THREADS = 128 * (SCORE_GROUPS + VALUE_GROUPS);
+
+// A row of a buffer is up to 128 bytes of one token; longer tokens take several halves, one after the other. The
+// 16-byte chunks of a row are permuted as the bulk copies' 128-byte (64-byte) swizzle does.
+constexpr int ROW = D < 128 ? D : 128;
+constexpr int HALVES = D / ROW;
+constexpr int HALF = TILE * ROW;
+constexpr int TILE_BYTES = TILE * D;
+constexpr int SUB = 16;  // tokens of the smaller copies
+
+// Q^T: [16 dims][half of k][lane][8 k]. P^T: [8 tokens][8 lanes' matrix][token][lane], high halves, then residuals.
+constexpr int Q_BYTES = 2 * N * D;
+constexpr int P_HALF = 2 * N * TILE;
+constexpr int P_BYTES = 2 * P_HALF;
+constexpr int MATRIX = 128;
+constexpr int GROUP_STRIDE = N / 8 * MATRIX;
+
+// A value warp's own: the weights of the tile and of the past, and the reference, maximum and sum so far; [5][lane].
+constexpr int RUNNING = 2 * N * 4;
+constexpr int WARP_STATE = 5 * N * 4;
+
+constexpr int AT_K = 0;
+constexpr int AT_V = AT_K + STAGES * TILE_BYTES;
+constexpr int AT_Q = AT_V + STAGES * TILE_BYTES;
+constexpr int AT_P = AT_Q + Q_BYTES;
+constexpr int AT_PEAK = AT_P + SCORE_GROUPS * P_BYTES;              // [group][3][lane], as ordered integers
+constexpr int AT_TILE_MAX = AT_PEAK + SCORE_GROUPS * 3 * N * 4;     // [group][lane]
+constexpr int AT_TILE_SUM = AT_TILE_MAX + SCORE_GROUPS * N * 4;     // [group][warp][lane]
+constexpr int AT_WEIGHT = AT_TILE_SUM + SCORE_GROUPS * 4 * N * 4;   // [value warp][WARP_STATE]
+constexpr int AT_SCALE = AT_WEIGHT + VALUE_WARPS * WARP_STATE;      // [lane]
+constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
+constexpr int AT_SEEN = AT_LENGTH + N * 4;                          // [stage], a bit a token
+constexpr int AT_BARRIERS = AT_SEEN + STAGES * 8;
+constexpr int FULL_K = AT_BARRIERS, FULL_V = FULL_K + STAGES * 8, FULL_P = FULL_V + STAGES * 8,
+              EMPTY_P = FULL_P + SCORE_GROUPS * 8;
+constexpr int AT_LAST = EMPTY_P + SCORE_GROUPS * 8;
+constexpr int AT_WORK = AT_LAST + 16;
+constexpr int SHARED_BYTES = AT_WORK + 64;
+static_assert(SHARED_BYTES <= SHARED_LIMIT, "the launcher asks for SHARED_LIMIT bytes");
+
+constexpr float P_SCALE = 2048.0f;
+// The reference of the numerator moves only when a tile's maximum exceeds it by this much: the numerator is FP32 and
+// has room, and most tiles need no rescaling.
+constexpr float SLACK = 10.0f;
+
+// Registers: 512 threads are launched with 128 each; the value warpgroups need more of them.
+#if HEAD_DIM == 256 && LANES > 32
+#ifndef SCORE_REGISTERS
+#define SCORE_REGISTERS 112
+#define VALUE_REGISTERS 144
+#endif
+#endif
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+// Strides in elements of the array; the caches' in bytes. The same struct as in corekern/cuda/grouped.py.
+struct Params {
+    TensorMap k_tile, v_tile, k_sub, v_sub;
+    const unsigned char *k, *v;
+    const unsigned short* q;
+    const int *block_table, *row_lengths, *query_start_loc;
+    void* out;
+    float *state_numerator, *state_maximum, *state_sum;  // or null
+    float *numerators, *maxima, *sums;                   // partials: of segments, then of folds
+    int* arrivals;                                       // zero between launches
+    long long k_page, k_token, k_head, v_page, v_token, v_head;
+    long long q_row, q_head, out_row, out_head, table_row, table_column, length_stride, start_stride;
+    long long num_pages;
+    int page_size, table_width, rows, requests, group, q_heads;
+    unsigned page_magic, page_shift;  // token / page_size = 2 token * page_magic >> 32 + page_shift, for any token
+    int granule, together;  // granule: bytes a cache access may take when there are no maps
+    int q_aligned, out_type, zero_q, negate_q;
+    float scale, v_scale;  // softmax_scale * k_scale * log2(e), not negative
+};
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define INFINITE __int_as_float(0x7F800000)
+
+// Tells the compiler that a value is the same in every thread of a warp: loops on it stay in the uniform registers, where
+// the matrix descriptors must be.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(0xFFFFFFFF, value); }
+
+// The thread's number, read anew: what depends on it then takes no registers through the loops before.
+__device__ __forceinline__ int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// Order-preserving and its own inverse: floats to integers, NaN with a clear sign above all.
+__device__ __forceinline__ int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+struct Segments {
+    int tiles;           // in all
+    int tiles_each;      // in a segment, the last may have fewer
+    int count;
+};
+
+// At most MAX_SEGMENTS segments of whole tiles, whatever else is in the batch.
+__device__ __forceinline__ Segments segments_of(int longest) {
+    Segments s;
+    s.tiles = (longest + TILE - 1) / TILE;
+    s.tiles_each = (s.tiles + MAX_SEGMENTS - 1) / (MAX_SEGMENTS);
+    s.count = s.tiles_each ? (s.tiles + s.tiles_each - 1) / s.tiles_each : 0;
+    return s;
+}
+
+// What a block knows of its work.
+struct Work {
+    int request, kv_head, lane_block;
+    int first_row, rows;  // of the request
+    int longest;          // tokens the request's longest row sees
+    int shortest;         // and the shortest that sees any, of this block's lanes
+    int begin;            // first token
+    int tiles;
+    int segments;         // of the row group
+    int unmasked;         // tiles all of whose tokens are visible to every lane, but for missing pages
+};
+
+__device__ __forceinline__ int row_group_of(const Work& work) { return work.request * gridDim.y + blockIdx.y; }
+
+// The first lane of a segment's partial.
+__device__ __forceinline__ long long partial_of(const Work& work, int segment) {
+    return (static_cast<long long>(row_group_of(work)) * (MAX_SEGMENTS + MAX_FOLDS) + segment) * N;
+}
+
+__device__ __forceinline__ unsigned swizzled(int token, int chunk) {
+    constexpr int in_row = ROW / 16;
+    const int turn = ROW == 128 ? token & 7 : (token >> 1) & 3;
+    return chunk / in_row * HALF + token * ROW + ((chunk % in_row) ^ turn) * 16;
+}
+
+// Four codes to two pairs of float16.
+__device__ __forceinline__ void to_f16x2(unsigned codes, unsigned& low, unsigned& high) {
+    if constexpr (same_type<Format, fp8_e4m3>) {
+        // Halves named in PTX: a shift in C++ stays a shift.
+        asm("{ .reg .b16 l, h;"
+            "  mov.b32 {l, h}, %2;"
+            "  cvt.rn.f16x2.e4m3x2 %0, l;"
+            "  cvt.rn.f16x2.e4m3x2 %1, h; }"
+            : "=r"(low), "=r"(high) : "r"(codes));
+    } else {
+        low = __byte_perm(codes, 0, 0x1404);
+        high = __byte_perm(codes, 0, 0x3424);
+    }
+}
+
+// 0x80 in each byte whose code is NaN (or, in E5M2, infinite).
+__device__ __forceinline__ unsigned non_finite(unsigned codes) {
+    constexpr unsigned all = same_type<Format, fp8_e4m3> ? 0x7F7F7F7F : 0x7C7C7C7C;
+    constexpr unsigned one = same_type<Format, fp8_e4m3> ? 0x01010101 : 0x04040404;
+    return ((codes & all) + one) & 0x80808080;
+}
+
+// Reduces each of COUNT pairs over the eight threads with the same t. Halves are exchanged where the count is even, so that
+// each thread ends with a share of the pairs: `first` is the first of them.
+template <class Op, int COUNT, int MASK = 16, int SIZE>
+__device__ __forceinline__ void reduce_pairs(float (&v)[SIZE], int& first, Op op) {
+    constexpr bool halve = COUNT % 2 == 0;
+    constexpr int kept = halve ? COUNT / 2 : COUNT;
+    const bool upper = halve && (threadIdx.x & MASK);
+#pragma unroll
+    for (int i = 0; i < 2 * kept; ++i) {
+        const float send = halve ? (upper ? v[i] : v[i + 2 * kept < SIZE ? i + 2 * kept : 0]) : v[i];
+        const float keep = halve ? (upper ? v[i + 2 * kept < SIZE ? i + 2 * kept : 0] : v[i]) : v[i];
+        v[i] = op(keep, __shfl_xor_sync(0xFFFFFFFF, send, MASK));
+    }
+    if (upper) first += kept;
+    if constexpr (MASK > 4) reduce_pairs<Op, kept, MASK / 2>(v, first, op);
+}
+constexpr int pairs_left(int count) {
+    for (int i = 0; i < 3; ++i) count = count % 2 == 0 ? count / 2 : count;
+    return count;
+}
+constexpr int PAIRS = N / 8;
+constexpr int PAIRS_LEFT = pairs_left(PAIRS);
+// The bits of a thread's number that do not change what it ends with.
+constexpr int same_results(int count) {
+    int bits = 0;
+    for (int mask = 16; mask >= 4; mask /= 2) {
+        if (count % 2)
+            bits |= mask;
+        else
+            count /= 2;
+    }
+    return bits;
+}
+constexpr int SAME_RESULTS = same_results(PAIRS);
+
+struct Larger {
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Total {
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+// q's lanes to Q^T in shared memory, as float16, and each lane's scale and length.
+//
+// A bfloat16 row is brought into float16's range by a power of two, which its lane's scale takes back: float16 then holds
+// each of its elements exactly down to 2^-31 of the largest.
+__device__ __forceinline__ void load_queries(const Params& p, const Work& work, unsigned base, int thread) {
+    constexpr int parts = D / 8;
+#pragma unroll 1
+    for (int item = thread; item < N * parts; item += THREADS) {
+        const int lane = item / parts, part = item % parts;
+        const int pair = work.lane_block * N + lane;
+        const int row = pair / p.group, head = pair - row * p.group;
+        const bool real = row < work.rows;
+        unsigned word[4] = {0, 0, 0, 0};
+        if (real && !p.zero_q) {
+            const unsigned short* from = p.q + (work.first_row + row) * p.q_row +
+                                         (work.kv_head * p.group + head) * p.q_head + part * 8;
+            if (p.q_aligned) {
+                const uint4 v = *reinterpret_cast<const uint4*>(from);
+                word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) word[i] = from[2 * i] | static_cast<unsigned>(from[2 * i + 1]) << 16;
+            }
+        }
+        float scale = p.zero_q ? 1.0f : p.scale;
+        if constexpr (same_type<Value, bfloat16>) {
+            unsigned largest = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                largest = max(largest, max(word[i] & 0x7FFF, (word[i] >> 16) & 0x7FFF));
+#pragma unroll
+            for (int mask = parts / 2; mask > 0; mask /= 2)
+                largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, mask));
+            int exponent = static_cast<int>(largest >> 7) - 127;
+            if (largest == 0 || exponent == 128) exponent = 14;
+            exponent = max(exponent, -100);
+            const float factor = __uint_as_float((127 + 14 - exponent) << 23);
+            // In two steps, since the whole factor may leave float's range.
+            scale = scale * __uint_as_float((127 + exponent / 2) << 23) *
+                    __uint_as_float((127 + exponent - exponent / 2 - 14) << 23);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                word[i] = cvt_f16x2(__uint_as_float(word[i] & 0xFFFF0000) * factor, __uint_as_float(word[i] << 16) * factor);
+        }
+        if (p.negate_q) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) word[i] ^= 0x80008000;
+        }
+        // Dim 4t + r of a chunk is element 2t + r % 2 of half r / 2 of k: what a thread has after it converts 4 codes.
+        const unsigned to = base + AT_Q + part / 2 * (32 * N) + lane * 16 + part % 2 * 8;
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(word[0]), "r"(word[2]) : "memory");
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16 * N), "r"(word[1]), "r"(word[3]) : "memory");
+        if (part == 0) {
+            int length = real ? p.row_lengths[(work.first_row + row) * p.length_stride] : 0;
+            // Lanes that see nothing compute along, so that no tile is masked for their sake; their sum is dropped.
+            if (length <= 0) length = 0x7FFFFFFF;
+            store_shared(base + AT_LENGTH + lane * 4, length);
+            store_shared(base + AT_SCALE + lane * 4, __float_as_uint(scale));
+        }
+    }
+}
+
+// Where two tokens of a tile lie, looked up by one thread; the page is as the table has it.
+struct Places {
+    int page[2], slot[2];
+};
+
+// With tensor maps thread i < 4 looks up the tile's token 16 i; else all threads two tokens each.
+__device__ __forceinline__ Places find_tile(const Params& p, const Work& work, int tile, int in_warp) {
+    Places places;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (i == 1 && MAPS) break;
+        const unsigned token = work.begin + tile * TILE + (MAPS ? SUB * (in_warp % 4) : 32 * i + in_warp);
+        const int entry = __umulhi(2 * token, p.page_magic) >> p.page_shift;
+        places.slot[i] = token - entry * p.page_size;
+        places.page[i] = -1;
+        if (token < static_cast<unsigned>(work.longest))
+            places.page[i] = p.block_table[work.request * p.table_row + entry * p.table_column];
+    }
+    return places;
+}
+
+// A page that is not there is -1: its tokens are unseen.
+__device__ __forceinline__ int page_in(const Params& p, int page) { return page >= 0 && page < p.num_pages ? page : -1; }
+
+// K and V of a tile by tensor map, one warp: one box when the tile lies in one page, else boxes of 16 tokens, which never
+// cross a page. A page that is not there is outside the map: zeros.
+__device__ __forceinline__ void fetch_boxes(const Params& p, const Work& work, unsigned base, int tile, Places places,
+                                            int in_warp) {
+    places.page[0] = page_in(p, places.page[0]);
+    const int stage = tile % STAGES;
+    const int first_page = __shfl_sync(0xFFFFFFFF, places.page[0], 0), first_slot = __shfl_sync(0xFFFFFFFF, places.slot[0], 0);
+    const bool whole = first_slot + TILE <= p.page_size;
+    unsigned present = __ballot_sync(0xFFFFFFFF, places.page[0] >= 0);
+    if (whole) present = present & 1 ? 0xF : 0;
+    const unsigned full_k = base + FULL_K + stage * 8, full_v = base + FULL_V + stage * 8;
+    if (in_warp == 0) {
+        store_shared(base + AT_SEEN + stage * 8, (present & 1 ? 0xFFFF : 0) | (present & 2 ? 0xFFFF0000 : 0));
+        store_shared(base + AT_SEEN + stage * 8 + 4, (present & 4 ? 0xFFFF : 0) | (present & 8 ? 0xFFFF0000 : 0));
+        mbarrier_arrive_expect(full_k, TILE_BYTES);
+        mbarrier_arrive_expect(full_v, TILE_BYTES);
+        if (whole) {
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half)
+                copy_box(base + AT_K + stage * TILE_BYTES + half * HALF, p.k_tile, half * ROW, first_slot, first_page, work.kv_head, full_k);
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half)
+                copy_box(base + AT_V + stage * TILE_BYTES + half * HALF, p.v_tile, half * ROW, first_slot, first_page, work.kv_head, full_v);
+        }
+    }
+    __syncwarp();
+    if (!whole && in_warp < TILE / SUB) {
+        const unsigned to = base + stage * TILE_BYTES + in_warp * SUB * ROW;
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            copy_box(to + AT_K + half * HALF, p.k_sub, half * ROW, places.slot[0], places.page[0], work.kv_head, full_k);
+            copy_box(to + AT_V + half * HALF, p.v_sub, half * ROW, places.slot[0], places.page[0], work.kv_head, full_v);
+        }
+    }
+    __syncwarp();
+}
+
+// The same for any page size and alignment, in accesses of p.granule bytes.
+__device__ __forceinline__ void fetch_chunks(const Params& p, int kv_head, unsigned base, int tile, Places places, int in_warp) {
+    constexpr int in_token = D / 16, tokens_at_once = 32 / in_token;
+    const int mine = in_warp / in_token, chunk = in_warp % in_token;
+    const int stage = tile % STAGES;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) places.page[i] = page_in(p, places.page[i]);
+    const unsigned seen_low = __ballot_sync(0xFFFFFFFF, places.page[0] >= 0), seen_high = __ballot_sync(0xFFFFFFFF, places.page[1] >= 0);
+    if (in_warp == 0) {
+        store_shared(base + AT_SEEN + stage * 8, seen_low);
+        store_shared(base + AT_SEEN + stage * 8 + 4, seen_high);
+    }
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+        const unsigned full = base + (which ? FULL_V : FULL_K) + stage * 8;
+        const unsigned to = base + (which ? AT_V : AT_K) + stage * TILE_BYTES;
+        const unsigned char* pages = (which ? p.v + kv_head * p.v_head : p.k + kv_head * p.k_head) + chunk * 16;
+        const long long page_stride = which ? p.v_page : p.k_page, token_stride = which ? p.v_token : p.k_token;
+#pragma unroll 1
+        for (int first = 0; first < TILE; first += tokens_at_once) {
+            const int token = first + mine;
+            const int low_page = __shfl_sync(0xFFFFFFFF, places.page[0], token & 31), high_page = __shfl_sync(0xFFFFFFFF, places.page[1], token & 31);
+            const int low_slot = __shfl_sync(0xFFFFFFFF, places.slot[0], token & 31), high_slot = __shfl_sync(0xFFFFFFFF, places.slot[1], token & 31);
+            const int slot = token < 32 ? low_slot : high_slot, page = token < 32 ? low_page : high_page;
+            const bool present = page >= 0;
+            const unsigned char* from = pages + (present ? page * page_stride + slot * token_stride : 0);
+            const unsigned at = to + swizzled(token, chunk);
+            if (p.granule == 16) {
+                copy_16(at, from, present);
+                continue;
+            }
+            unsigned word[4] = {0, 0, 0, 0};
+            if (present) {
+                if (p.granule == 8) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const uint2 v = reinterpret_cast<const uint2*>(from)[i];
+                        word[2 * i] = v.x, word[2 * i + 1] = v.y;
+                    }
+                } else if (p.granule == 4) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const unsigned*>(from)[i];
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) word[i / 4] |= static_cast<unsigned>(from[i]) << (8 * (i % 4));
+                }
+            }
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+        }
+        // 32 arrivals for the copies and one for what this warp's first thread stored.
+        if (p.granule == 16)
+            mbarrier_arrive_copies(full);
+        else
+            mbarrier_arrive(full);
+        if (in_warp == 0) mbarrier_arrive(full);
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, unsigned base, int tile, int in_warp) {
+    const Places places = find_tile(p, work, tile, in_warp);
+    if constexpr (MAPS)
+        fetch_boxes(p, work, base, tile, places, in_warp);
+    else
+        fetch_chunks(p, work.kv_head, base, tile, places, in_warp);
+}
+
+// S^T of one tile: compensated sums over head_dim, the tile's maximum and P.
+__device__ __forceinline__ void score_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
+    const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
+    const int t = in_warp % 4;
+    // ldmatrix: matrices are tokens 0-7 and 8-15 of a chunk, then of the next chunk.
+    // Chunk c of a row is the address of chunk 0 or 1 with the bits of c turned over: rows are as long as they are aligned.
+    const unsigned k_row = swizzled(16 * warp + (in_warp & 15), in_warp >> 4);
+    auto k_chunks = [&](unsigned k_at, int c) {
+        constexpr int in_row = ROW / 16;
+        return ((k_at + k_row) ^ (c % in_row * 16)) + c / in_row * HALF;
+    };
+    const unsigned p_at = base + AT_P + group * P_BYTES;
+    const unsigned p_row = p_at + (in_warp >= 16 ? P_HALF : 0) + (2 * warp + ((in_warp >> 3) & 1)) * GROUP_STRIDE +
+                           (in_warp & 7) * 16;
+    const unsigned peaks = base + AT_PEAK + group * 3 * N * 4;
+    const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
+    const int warp_in_group = uniform(warp);
+    int turn = 0, fetched = -1;
+
+#pragma unroll 1
+    for (int tile = group; tile < tiles; tile += SCORE_GROUPS) {
+        const int stage = tile % STAGES;
+        const unsigned k_at = base + AT_K + stage * TILE_BYTES;
+        mbarrier_wait(base + FULL_K + stage * 8, (tile / STAGES) & 1);
+
+        float s[4 * PAIRS], lost[4 * PAIRS], chain[4 * PAIRS];
+        unsigned raw[2][4];
+        load_matrices(raw[0], k_chunks(k_at, 0));
+        load_matrices(raw[1], k_chunks(k_at, 2));
+#pragma unroll
+        for (int c = 0; c < D / CHAIN; ++c) {
+            unsigned a[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    to_f16x2(raw[i / 2][2 * (i % 2) + half], a[i][half], a[i][2 + half]);
+                }
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                wgmma_f16<0>(c == 0 ? s : chain, a[i], wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX), i > 0);
+            wgmma_commit();
+            if (c + 1 < D / CHAIN) {
+                load_matrices(raw[0], k_chunks(k_at, 4 * (c + 1)));
+                load_matrices(raw[1], k_chunks(k_at, 4 * (c + 1) + 2));
+            }
+            // A warp has time while its products run, and none after: the others wait for it at the next ones. So the tile
+            // that takes the place of the last but one is fetched here, if nothing reads that any more.
+            if (c + 1 == D / CHAIN && warp_in_group == 0 && tile >= SCORE_GROUPS && tile - SCORE_GROUPS + STAGES < tiles) {
+                const bool empty = mbarrier_test(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
+                if (__all_sync(0xFFFFFFFF, empty)) {
+                    fetch_tile(p, work, base, tile - SCORE_GROUPS + STAGES, thread_anew() % 32);
+                    fetched = tile;
+                }
+            }
+            wgmma_wait<0>();
+            if (c == 0)
+                wgmma_settle(s);
+            else
+                wgmma_settle(chain);
+            // Kahan: what an addition lost is taken from the next addend.
+            if (c > 0) {
+#pragma unroll
+                for (int i = 0; i < 4 * PAIRS; ++i) {
+                    const float y = c == 1 ? chain[i] : __fsub_rn(chain[i], lost[i]);
+                    const float sum = __fadd_rn(s[i], y);
+                    if (c + 1 < D / CHAIN) lost[i] = __fsub_rn(__fsub_rn(sum, s[i]), y);
+                    s[i] = sum;
+                }
+            }
+        }
+
+        const unsigned seen_low = load_shared(base + AT_SEEN + stage * 8);
+        const unsigned seen_high = load_shared(base + AT_SEEN + stage * 8 + 4);
+        if (tile >= unmasked || (seen_low & seen_high) != 0xFFFFFFFF) {
+            const int anew = thread_anew(), warp = anew % 128 / 32, g = anew % 32 / 4, t = anew % 4;
+            const int begin = work.begin + tile * TILE;
+            const unsigned seen = warp < 2 ? seen_low : seen_high;
+            const int token = begin + 16 * warp + g;
+            const bool seen_0 = seen >> (16 * (warp & 1) + g) & 1, seen_1 = seen >> (16 * (warp & 1) + g + 8) & 1;
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                const float2 lengths = load_shared_pair(base + AT_LENGTH + (8 * j + 2 * t) * 4);
+                const int length[2] = {__float_as_int(lengths.x), __float_as_int(lengths.y)};
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (!seen_0 || token >= length[e]) s[4 * j + e] = -INFINITE;
+                    if (!seen_1 || token + 8 >= length[e]) s[4 * j + 2 + e] = -INFINITE;
+                }
+            }
+        }
+
+        // The maximum of each lane over the tile: in the warp, then over the warps. Of three sets of maxima, the next is
+        // cleared while this one is gathered: its last readers passed the barrier in between.
+        {
+            const int thread = thread_anew() % 128, t = thread % 4;
+            float peak[2 * PAIRS];
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                peak[2 * j] = fmaxf(s[4 * j], s[4 * j + 2]);
+                peak[2 * j + 1] = fmaxf(s[4 * j + 1], s[4 * j + 3]);
+            }
+            int first = 0;
+            reduce_pairs<Larger, PAIRS>(peak, first, Larger());
+            const int next = turn == 2 ? 0 : turn + 1;
+            if (thread < N) store_shared(peaks + (next * N + thread) * 4, ordered(__float_as_int(-INFINITE)));
+            const unsigned to = peaks + (turn * N + 8 * first + 2 * t) * 4;
+            if ((threadIdx.x & SAME_RESULTS) == 0)
+#pragma unroll
+            for (int i = 0; i < PAIRS_LEFT; ++i) {
+                max_shared(to + i * 32, ordered(__float_as_int(peak[2 * i])));
+                max_shared(to + i * 32 + 4, ordered(__float_as_int(peak[2 * i + 1])));
+            }
+        }
+        barrier_sync(1 + group, 128);
+        const unsigned from = peaks + turn * N * 4;
+        turn = turn == 2 ? 0 : turn + 1;
+
+        float sums[2 * PAIRS];
+        unsigned high[PAIRS][2], residual[PAIRS][2];
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            const float2 codes = load_shared_pair(from + (8 * j + 2 * t) * 4);
+            const float2 scale = load_shared_pair(base + AT_SCALE + (8 * j + 2 * t) * 4);
+            float maximum[2] = {__int_as_float(ordered(__float_as_int(codes.x))) * scale.x,
+                                __int_as_float(ordered(__float_as_int(codes.y))) * scale.y};
+            // Nothing seen: any finite reference makes exp2(-inf - reference) the 0 it should be.
+#pragma unroll
+            for (int e = 0; e < 2; ++e) maximum[e] = maximum[e] == -INFINITE ? 0.0f : maximum[e];
+            float probability[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                probability[i] = P_SCALE * exp2_approx(__fmaf_rn(s[4 * j + i], i % 2 ? scale.y : scale.x, -maximum[i % 2]));
+            sums[2 * j] = probability[0] + probability[2];
+            sums[2 * j + 1] = probability[1] + probability[3];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float x = probability[2 * i], y = probability[2 * i + 1];
+                high[j][i] = cvt_f16x2(y, x);
+                residual[j][i] =
+                    cvt_f16x2(__fsub_rn(y, cvt_f32_f16(high[j][i] >> 16)), __fsub_rn(x, cvt_f32_f16(high[j][i])));
+            }
+        }
+        int first = 0;
+        reduce_pairs<Total, PAIRS>(sums, first, Total());
+        mbarrier_wait(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+            store_matrices(p_row + j * MATRIX, high[j][0], high[j][1], residual[j][0], residual[j][1]);
+        const int anew = thread_anew() % 128, warp_anew = anew / 32;
+        if (const int thread = anew; thread < N) {
+            const float maximum = __int_as_float(ordered(load_shared(from + thread * 4)));
+            store_shared(base + AT_TILE_MAX + (group * N + thread) * 4,
+                         __float_as_uint(maximum * load_shared_float(base + AT_SCALE + thread * 4)));
+        }
+#pragma unroll
+        for (int i = 0; i < PAIRS_LEFT; ++i)
+            store_shared_pair(base + AT_TILE_SUM + ((group * 4 + warp_anew) * N + 8 * (first + i) + 2 * (anew % 4)) * 4, sums[2 * i],
+                              sums[2 * i + 1]);
+        fence_proxy_async();
+        __syncwarp();
+        if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
+        // Page ids come from the L1 cache but for the first of each 32.
+        const int later = tile - SCORE_GROUPS + STAGES;
+        if (warp_in_group == 0 && tile >= SCORE_GROUPS && later < tiles && fetched != tile)
+            fetch_tile(p, work, base, later, thread_anew() % 32);
+    }
+}
+
+// Each value warp keeps its own copy of the lanes' running state, in shared memory: registers are short.
+__device__ __forceinline__ void start_state(unsigned running, int in_warp) {
+    for (int lane = in_warp; lane < N; lane += 32) {
+        store_shared(running + lane * 4, __float_as_uint(-INFINITE));
+        store_shared(running + (N + lane) * 4, __float_as_uint(-INFINITE));
+        store_shared(running + (2 * N + lane) * 4, 0);
+    }
+}
+
+// Weighs a tile into the state (one warp keeps the sums) and leaves the numerators' weights in shared memory; whether the past is rescaled.
+__device__ __forceinline__ bool weigh_tile(unsigned base, int group) {
+    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
+    const unsigned weights = base + AT_WEIGHT + warp * WARP_STATE, running = weights + RUNNING;
+    const bool sums = warp == 0;
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < (N + 31) / 32; ++i) {
+        const int lane = in_warp + 32 * i;
+        if (lane < N) {
+            const float maximum = load_shared_float(base + AT_TILE_MAX + (group * N + lane) * 4);
+            const float old = load_shared_float(running + lane * 4);
+            const bool first = old == -INFINITE;
+            const float reference = first || maximum > old + SLACK ? maximum : old;
+            const float past = first || reference == old ? 1.0f : exp2_approx(old - reference);
+            const float tile = maximum == -INFINITE ? 0.0f : exp2_approx(maximum - reference);
+            moved |= past != 1.0f;
+            store_shared(running + lane * 4, __float_as_uint(reference));
+            store_shared(running + (N + lane) * 4,
+                         __float_as_uint(fmaxf(load_shared_float(running + (N + lane) * 4), maximum)));
+            if (sums) {
+                float sum = load_shared_float(base + AT_TILE_SUM + (group * 4 * N + lane) * 4);
+#pragma unroll
+                for (int w = 1; w < 4; ++w)
+                    sum += load_shared_float(base + AT_TILE_SUM + ((group * 4 + w) * N + lane) * 4);
+                store_shared(running + (2 * N + lane) * 4,
+                             __float_as_uint(__fmaf_rn(tile, sum, past * load_shared_float(running + (2 * N + lane) * 4))));
+            }
+            store_shared(weights + lane * 4, __float_as_uint(tile));
+            store_shared(weights + (N + lane) * 4, __float_as_uint(past));
+        }
+    }
+    return __any_sync(0xFFFFFFFF, moved);
+}
+
+// Writes a value warp's part of the block's numerator, relative to the true maximum and without the factor of P.
+__device__ __forceinline__ void store_partial(const Params& p, const Work& work, unsigned base, const float (&numerator)[BLOCKS][4 * PAIRS]) {
+    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
+    const int g = in_warp / 4, t = in_warp % 4, chunk = warp * BLOCKS;
+    const unsigned weights = base + AT_WEIGHT + warp * WARP_STATE, running = weights + RUNNING;
+    const long long partial = partial_of(work, blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < (N + 31) / 32; ++i) {
+        const int lane = in_warp + 32 * i;
+        if (lane < N) {
+            const float reference = load_shared_float(running + lane * 4);
+            const float maximum = load_shared_float(running + (N + lane) * 4);
+            const float factor = reference == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
+            store_shared(weights + lane * 4, __float_as_uint(factor));
+            if (warp == 0) {
+                const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
+                __stcg(p.maxima + partial + lane, idle ? -INFINITE : maximum);
+                __stcg(p.sums + partial + lane, idle ? 0.0f : load_shared_float(running + (2 * N + lane) * 4) * factor);
+            }
+        }
+    }
+    __syncwarp();
+    // Eight threads store 64 contiguous bytes.
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+        const float2 factor = load_shared_pair(weights + (8 * j + 2 * t) * 4);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float f = e ? factor.y : factor.x;
+                float* to = p.numerators + (partial + 8 * j + 2 * t + e) * D + 16 * (chunk + b) + 2 * g;
+                __stcg(reinterpret_cast<float2*>(to), make_float2(numerator[b][4 * j + e] * f, numerator[b][4 * j + 2 + e] * f));
+            }
+    }
+}
+
+// O^T: this warpgroup's dims of every tile, then the partial.
+__device__ __forceinline__ void value_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
+    const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
+    // This warp's 16-byte chunks of a token: one a block. A row of the product is an even dim (g) or an odd one (g + 8).
+    const int chunk = (4 * group + warp) * BLOCKS;
+    // ldmatrix: matrices are tokens 0-7 and 8-15, then of the next chunk, or, when there is one chunk, tokens 16-31.
+    const unsigned v_row = swizzled((in_warp & 15) + (BLOCKS == 1 ? (in_warp & 16) : 0), chunk + (BLOCKS == 2 ? in_warp >> 4 : 0));
+    // Where this thread's pairs of lanes have their weights.
+    const unsigned weights = base + AT_WEIGHT + (4 * group + warp) * WARP_STATE + 8 * (in_warp % 4);
+    start_state(base + AT_WEIGHT + (4 * group + warp) * WARP_STATE + RUNNING, in_warp);
+    float numerator[BLOCKS][4 * PAIRS];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+        for (int i = 0; i < 4 * PAIRS; ++i) numerator[b][i] = 0.0f;
+
+#pragma unroll 1
+    for (int tile = 0; tile < uniform(work.tiles); ++tile) {
+        const int stage = tile % STAGES, source = tile % SCORE_GROUPS;
+        const unsigned v_at = base + AT_V + stage * TILE_BYTES;
+        const unsigned p_at = base + AT_P + source * P_BYTES;
+        const bool masked = tile >= uniform(work.unmasked);
+        bool bad = false;
+
+        // A run's codes: [k16 step][token half, of each block].
+        unsigned raw[2][4];
+        auto load_run = [&](int run) {
+            if constexpr (BLOCKS == 2) {
+#pragma unroll
+                for (int k = 0; k < 2; ++k) load_matrices_transposed(raw[k], v_at + v_row + (RUN * run + 16 * k) * ROW);
+            } else {
+                load_matrices_transposed(raw[0], v_at + v_row + RUN * run * ROW);
+            }
+            // 0 x NaN is NaN: what some lane does not see must be finite. Lanes that do see it are put right below.
+            if (masked) {
+#pragma unroll
+                for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const unsigned marks = non_finite(raw[k][i]);
+                        bad |= marks != 0;
+                        raw[k][i] &= ~((marks >> 7) * 0xFF);
+                    }
+            }
+        };
+        mbarrier_wait(base + FULL_V + stage * 8, (tile / STAGES) & 1);
+        load_run(0);
+        mbarrier_wait(base + FULL_P + source * 8, (tile / SCORE_GROUPS) & 1);
+        __syncwarp();
+        const bool rescale = weigh_tile(base, source);
+        __syncwarp();
+        if (rescale) {
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                const float2 past = load_shared_pair(weights + (N + 8 * j) * 4);
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) numerator[b][4 * j + i] *= i % 2 ? past.y : past.x;
+            }
+        }
+
+        // Units of one run and one block, each from fresh accumulators, two in flight.
+        constexpr int UNITS = 2 * BLOCKS;
+        float fresh[2][4 * PAIRS];
+        auto issue = [&](int unit) {
+            const int run = unit / BLOCKS, b = unit % BLOCKS;
+            unsigned a[2][4];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    // (even dim, odd dim) of one token, then of the next -> both tokens of one dim.
+                    const unsigned codes = BLOCKS == 2 ? raw[k][2 * b + half] : raw[0][2 * k + half];
+                    to_f16x2(__byte_perm(codes, 0, 0x3120), a[k][2 * half], a[k][2 * half + 1]);
+                }
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int part = 1; part >= 0; --part)
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    wgmma_f16<1>(fresh[unit % 2], a[k], wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
+                                 part == 0 || k == 1);
+            wgmma_commit();
+        };
+        auto add = [&](int unit) {
+            const int b = unit % BLOCKS;
+            wgmma_settle(fresh[unit % 2]);
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                const float2 weight = load_shared_pair(weights + 8 * j * 4);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    numerator[b][4 * j + i] =
+                        __fmaf_rn(i % 2 ? weight.y : weight.x, fresh[unit % 2][4 * j + i], numerator[b][4 * j + i]);
+            }
+        };
+        issue(0);
+#pragma unroll
+        for (int unit = 1; unit < UNITS; ++unit) {
+            if (unit == BLOCKS) load_run(1);
+            issue(unit);
+            wgmma_wait<1>();
+            add(unit - 1);
+        }
+        wgmma_wait<0>();
+        add(UNITS - 1);
+
+        if (masked && __any_sync(0xFFFFFFFF, bad)) {
+            const float nan = __uint_as_float(0x7FC00000);
+            const int anew = thread_anew(), g = anew % 32 / 4, t = anew % 4;
+            const int chunk = (anew / 32 - 4 * SCORE_GROUPS) * BLOCKS;
+#pragma unroll 1
+            for (int token = 0; token < TILE; ++token) {
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b) {
+                    unsigned short codes;
+                    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(codes) : "r"(v_at + swizzled(token, chunk + b) + 2 * g) : "memory");
+                    const unsigned marks = non_finite(codes);
+                    if (marks & 0x8080) {
+#pragma unroll
+                        for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                const int length = load_shared(base + AT_LENGTH + (8 * j + 2 * t + e) * 4);
+                                if (work.begin + tile * TILE + token < length) {
+                                    if (marks & 0x80) numerator[b][4 * j + e] = nan;
+                                    if (marks & 0x8000) numerator[b][4 * j + 2 + e] = nan;
+                                }
+                            }
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (thread_anew() % 32 == 0) mbarrier_arrive(base + EMPTY_P + source * 8);
+    }
+
+    __syncwarp();
+    store_partial(p, work, base, numerator);
+}
+// Four neighbouring dims of one lane: division, rounding, and the state when it is asked for.
+__device__ __forceinline__ void finish(const Params& p, const Work& work, int lane, int dim, float4 n, float sum, float maximum) {
+    const int pair = work.lane_block * N + lane;
+    const int row_in_request = pair / p.group, head = work.kv_head * p.group + pair - row_in_request * p.group;
+    if (row_in_request >= work.rows) return;
+    const long long row = work.first_row + row_in_request;
+    const bool empty = sum == 0.0f;
+    float x[4] = {n.x * p.v_scale, n.y * p.v_scale, n.z * p.v_scale, n.w * p.v_scale};
+    if (p.state_numerator) {
+        const long long at = row * p.q_heads + head;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p.state_numerator[at * D + dim + i] = empty ? 0.0f : x[i];
+        if (dim == 0) {
+            p.state_maximum[at] = maximum;
+            p.state_sum[at] = sum;
+        }
+    }
+    if (!p.out) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : __fdiv_rn(x[i], sum);
+    const long long at = row * p.out_row + head * p.out_head + dim;
+    if (p.out_type == 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) static_cast<float*>(p.out)[at + i] = x[i];
+        return;
+    }
+    const unsigned low = p.out_type == 0 ? cvt_f16x2(x[1], x[0]) : cvt_bf16x2(x[1], x[0]);
+    const unsigned high = p.out_type == 0 ? cvt_f16x2(x[3], x[2]) : cvt_bf16x2(x[3], x[2]);
+    unsigned short* to = static_cast<unsigned short*>(p.out) + at;
+    if (reinterpret_cast<unsigned long long>(to) % 8 == 0) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+    } else {
+        to[0] = low, to[1] = low >> 16, to[2] = high, to[3] = high >> 16;
+    }
+}
+
+// States folded in order, relative to their largest maximum: four dims of one lane.
+struct Folded {
+    float4 numerator;
+    float maximum, sum;
+};
+
+// Of at most COUNT states `count` are there. maximum(i) and state(i) load them, eight at once.
+template <int COUNT, class Maximum, class State>
+__device__ __forceinline__ Folded fold(int count, Maximum maximum, State state) {
+    constexpr int batch = COUNT < 8 ? COUNT : 8;
+    Folded all = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITE, 0.0f};
+    float maxima[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) maxima[i] = i < count ? maximum(i) : -INFINITE;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) all.maximum = fmaxf(all.maximum, maxima[i]);
+    const float reference = all.maximum == -INFINITE ? 0.0f : all.maximum;
+#pragma unroll
+    for (int begin = 0; begin < COUNT; begin += batch) {
+        if (begin >= count) break;
+        float4 numerators[batch];
+        float sums[batch];
+#pragma unroll
+        for (int i = 0; i < batch; ++i)
+            if (begin + i < count) state(begin + i, numerators[i], sums[i]);
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            if (begin + i < count) {
+                const float weight = exp2_approx(maxima[begin + i] - reference);
+                all.sum = __fmaf_rn(weight, sums[i], all.sum);
+                all.numerator.x = __fmaf_rn(weight, numerators[i].x, all.numerator.x);
+                all.numerator.y = __fmaf_rn(weight, numerators[i].y, all.numerator.y);
+                all.numerator.z = __fmaf_rn(weight, numerators[i].z, all.numerator.z);
+                all.numerator.w = __fmaf_rn(weight, numerators[i].w, all.numerator.w);
+            }
+        }
+    }
+    return all;
+}
+
+constexpr int QUADS = D / 4;
+
+// Folds partials in global memory: of consecutive segments, or of consecutive folds of them.
+template <int COUNT>
+__device__ __forceinline__ Folded fold_partials(const Params& p, long long partial, int item, int count) {
+    const long long first = partial + item / QUADS;
+    const float4* numerators = reinterpret_cast<const float4*>(p.numerators + first * D) + item % QUADS;
+    if constexpr (COUNT <= 8) {
+        // Everything is on its way before the first of it is used.
+        float4 ahead[COUNT];
+        float sums[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (i < count) {
+                ahead[i] = __ldcg(numerators + i * N * QUADS);
+                sums[i] = __ldcg(p.sums + first + i * N);
+            }
+        }
+        return fold<COUNT>(
+            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
+            [&](int i, float4& numerator, float& sum) { numerator = ahead[i], sum = sums[i]; });
+    } else {
+        return fold<COUNT>(
+            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
+            [&](int i, float4& numerator, float& sum) {
+                numerator = __ldcg(numerators + i * N * QUADS), sum = __ldcg(p.sums + first + i * N);
+            });
+    }
+}
+
+// Combines the partials of a row group: FOLD neighbouring segments first, then these in order, one division, one rounding.
+// The tree depends on the number of segments alone, and so do a row's bits.
+//
+// `together`: every block of the grid is resident (a cooperative launch), so each waits until all segments are
+// there and takes a slice of the items. Else nobody waits: the last block of each FOLD segments folds
+// those, and the last of these blocks the folds.
+__device__ __forceinline__ void combine(const Params& p, const Work& work, unsigned base, int thread) {
+    const int segments = work.segments;
+    constexpr int items = N * QUADS;
+    const int folds = (segments + FOLD - 1) / FOLD;
+    const long long first_partial = partial_of(work, 0);
+    int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
+    if (p.together) {
+        constexpr int slice = 32;
+        barrier_sync(4, VALUE_THREADS);
+        if (thread == 0) {
+            // What the others stored before the barrier is ordered by this fence too.
+            __threadfence();
+            atomicAdd(arrivals, 1);
+            int arrived;
+            do {
+                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
+            } while (arrived < segments);
+        }
+        barrier_sync(4, VALUE_THREADS);
+        const int each = (items + segments - 1) / segments;
+        const int past = min(items, static_cast<int>(blockIdx.x + 1) * each);
+        Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
+#pragma unroll 1
+        for (int begin = blockIdx.x * each; begin < past; begin += slice) {
+            const int count = min(slice, past - begin);
+#pragma unroll 1
+            for (int unit = thread; unit < count * folds; unit += VALUE_THREADS) {
+                const int f = unit / count, item = unit - f * count;
+                folded[f * slice + item] =
+                    fold_partials<FOLD>(p, first_partial + f * FOLD * N, begin + item, min(FOLD, segments - f * FOLD));
+            }
+            barrier_sync(4, VALUE_THREADS);
+            if (thread < count) {
+                const Folded all = fold<MAX_FOLDS>(
+                    folds, [&](int f) { return folded[f * slice + thread].maximum; },
+                    [&](int f, float4& numerator, float& sum) {
+                        numerator = folded[f * slice + thread].numerator;
+                        sum = folded[f * slice + thread].sum;
+                    });
+                const int item = begin + thread;
+                finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
+            }
+            barrier_sync(4, VALUE_THREADS);
+        }
+        if (thread == 0 && atomicAdd(arrivals + 1, 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
+        return;
+    }
+
+    // The folds' partials come after the segments'.
+    const int f = blockIdx.x / FOLD, mine = min(FOLD, segments - f * FOLD);
+    const long long fold_partial = first_partial + (MAX_SEGMENTS + f) * N;
+    auto last_of = [&](int* counter, int count) {
+        barrier_sync(4, VALUE_THREADS);
+        if (thread == 0) {
+            __threadfence();
+            const bool last = atomicAdd(counter, 1) == count - 1;
+            // Ready for the next launch.
+            if (last) *counter = 0;
+            __threadfence();
+            store_shared(base + AT_LAST, last);
+        }
+        barrier_sync(4, VALUE_THREADS);
+        return load_shared(base + AT_LAST) != 0;
+    };
+    if (!last_of(arrivals + 1 + f, mine)) return;
+#pragma unroll 1
+    for (int item = thread; item < items; item += VALUE_THREADS) {
+        const Folded part = fold_partials<FOLD>(p, first_partial + f * FOLD * N, item, mine);
+        const int lane = item / QUADS, dim = item % QUADS * 4;
+        __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D + dim), part.numerator);
+        if (dim == 0) {
+            __stcg(p.maxima + fold_partial + lane, part.maximum);
+            __stcg(p.sums + fold_partial + lane, part.sum);
+        }
+    }
+    if (!last_of(arrivals, folds)) return;
+#pragma unroll 1
+    for (int item = thread; item < items; item += VALUE_THREADS) {
+        const Folded all = fold_partials<MAX_FOLDS>(p, first_partial + MAX_SEGMENTS * N, item, folds);
+        finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
+    }
+}
+
+// Rows that no block computes: of nobody, of requests that see nothing, and beyond the lane blocks launched.
+__device__ __forceinline__ void fill_rows(const Params& p, int first, int past, int kv_head, float value, int thread, int threads) {
+    const int heads = p.group, items = (past - first) * heads * D;
+#pragma unroll 1
+    for (int item = thread; item < items; item += threads) {
+        const int row = first + item / (heads * D), head = kv_head * heads + item / D % heads, dim = item % D;
+        if (p.out) {
+            const long long at = row * p.out_row + head * p.out_head + dim;
+            if (p.out_type == 2)
+                static_cast<float*>(p.out)[at] = value;
+            else
+                static_cast<unsigned short*>(p.out)[at] = value == value ? 0 : 0x7FFF;
+        }
+        if (p.state_numerator) {
+            const long long at = static_cast<long long>(row) * p.q_heads + head;
+            p.state_numerator[at * D + dim] = value;
+            if (dim == 0) {
+                p.state_maximum[at] = value == value ? -INFINITE : value;
+                p.state_sum[at] = value;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+grouped_attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = uniform(shared_address(shared));
+    const int thread = threadIdx.x, in_warp = thread % 32;
+    const int role = uniform(thread / 128);
+    if (MAPS && thread == 0) {
+        prefetch_map(p.k_tile);
+        prefetch_map(p.v_tile);
+    }
+
+    // What is certain or likely to be wanted, before anything is known; each block asks for a part. Cold, each of the
+    // trips to memory that follow one another takes most of a microsecond.
+    if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
+        prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
+    if (p.requests == 1 && thread < 32) {
+        constexpr int line = 64;  // elements in 128 bytes
+        const int lines = D / line, index = (blockIdx.x * 32 + thread) / 8;
+        const int row_head = index / lines;
+        if (thread % 8 == 0 && row_head < p.rows * p.q_heads)
+            prefetch_l2(p.q + row_head / p.q_heads * p.q_row + row_head % p.q_heads * p.q_head + index % lines * line);
+    }
+    // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
+    int early = 0;
+    if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];
+
+    Work work;
+    work.request = blockIdx.z;
+    const int kv_heads = p.q_heads / p.group;
+    work.lane_block = blockIdx.y / kv_heads;
+    work.kv_head = blockIdx.y - work.lane_block * kv_heads;
+    work.first_row = p.query_start_loc[work.request * p.start_stride];
+    work.rows = p.query_start_loc[(work.request + 1) * p.start_stride] - work.first_row;
+    // What is not as documented touches nothing: rows outside q.
+    work.first_row = min(max(work.first_row, 0), p.rows);
+    work.rows = min(max(work.rows, 0), p.rows - work.first_row);
+    const long long capacity = static_cast<long long>(p.table_width) * p.page_size;
+    const int cap = capacity < 0x7FFFFFFF ? static_cast<int>(capacity) : 0x7FFFFFFF;
+    int longest = 0, shortest = 0x7FFFFFFF;
+#pragma unroll 1
+    for (int row = in_warp; row < work.rows; row += 32) {
+        const bool known = p.requests == 1 && work.first_row == 0 && row < 32;
+        const int length = min(known ? early : p.row_lengths[(work.first_row + row) * p.length_stride], cap);
+        longest = max(longest, length);
+        const bool mine = (row + 1) * p.group > work.lane_block * N && row * p.group < (work.lane_block + 1) * N;
+        if (mine && length > 0) shortest = min(shortest, length);
+    }
+    work.longest = __reduce_max_sync(0xFFFFFFFF, longest);
+    work.shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
+
+    const Segments segments = segments_of(work.longest);
+    if (blockIdx.x == 0) {
+        const int covered = gridDim.y / kv_heads * N / p.group;
+        const float nan = __uint_as_float(0x7FC00000);
+        if (work.lane_block == 0 && work.rows > covered)
+            fill_rows(p, work.first_row + covered, work.first_row + work.rows, work.kv_head, nan, thread, THREADS);
+        if (work.lane_block == 0 && segments.count == 0)
+            fill_rows(p, work.first_row, work.first_row + min(work.rows, covered), work.kv_head, 0.0f, thread, THREADS);
+    }
+    if (work.request == 0 && work.lane_block == 0) {
+        const int owned = min(max(p.query_start_loc[p.requests * p.start_stride], 0), p.rows);
+#pragma unroll 1
+        for (int row = owned + blockIdx.x; row < p.rows; row += gridDim.x)
+            fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, THREADS);
+    }
+    if (blockIdx.x >= segments.count || work.lane_block * N >= work.rows * p.group) return;
+    const int first_tile = blockIdx.x * segments.tiles_each;
+    work.begin = first_tile * TILE;
+    work.tiles = min(max(segments.tiles - first_tile, 0), segments.tiles_each);
+    work.segments = segments.count;
+    work.unmasked = max(work.shortest - work.begin, 0) / TILE;
+    // Read again from shared memory where it is needed: in registers it would be in the loops' way.
+    Work& kept = *reinterpret_cast<Work*>(shared + AT_WORK);
+
+    if (thread == 0) {
+        kept = work;
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(base + FULL_K + i * 8, MAPS ? 1 : 33);
+            mbarrier_init(base + FULL_V + i * 8, MAPS ? 1 : 33);
+        }
+        for (int i = 0; i < SCORE_GROUPS; ++i) {
+            mbarrier_init(base + FULL_P + i * 8, 4);
+            mbarrier_init(base + EMPTY_P + i * 8, VALUE_WARPS);
+        }
+        mbarrier_init_fence();
+        fence_proxy_async();
+    }
+    if (thread < SCORE_GROUPS * 3 * N) store_shared(base + AT_PEAK + thread * 4, ordered(__float_as_int(-INFINITE)));
+    __syncthreads();
+
+    if (role < SCORE_GROUPS && thread % 128 < 32) {
+#pragma unroll 1
+        for (int tile = role; tile < min(work.tiles, STAGES); tile += SCORE_GROUPS)
+            fetch_tile(p, work, base, tile, in_warp);
+    }
+    load_queries(p, work, base, thread);
+    fence_proxy_async();
+    barrier_sync(3, THREADS);
+    if (role < SCORE_GROUPS) {
+#ifdef SCORE_REGISTERS
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(SCORE_REGISTERS) ";");
+#endif
+        score_warpgroup(p, kept, base, role);
+    } else {
+#ifdef VALUE_REGISTERS
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");
+#endif
+        value_warpgroup(p, kept, base, role - SCORE_GROUPS);
+        combine(p, kept, base, threadIdx.x - 128 * SCORE_GROUPS);
+    }
+}
