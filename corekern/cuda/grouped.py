@@ -1,6 +1,6 @@
 """Launching attention of a few query rows on Hopper: `grouped_sm90.cu`.
 
-A plan holds everything a launch needs, checked and packed, so that a call is one kernel launch: the kernel reads
+Called by name for now: `routing.ROUTES` does not know it. A plan holds everything a launch needs, checked and packed, so that a call is one kernel launch: the kernel reads
 row_lengths, query_start_loc, the block table and the caches on the device, and combines its own splits.
 """
 
@@ -206,7 +206,8 @@ def plan(
     maps = page_size % SUB == 0 and num_pages < 2**31
     for side, array in (("k", cache.k), ("v", cache.v)):
         address, strides = loader.address(array), array.strides
-        one[side], one[f"{side}_page"], one[f"{side}_token"], one[f"{side}_head"] = address, *strides[:3]
+        one[side] = address
+        one[f"{side}_page"], one[f"{side}_token"], one[f"{side}_head"] = strides[:3]
         # Where an axis has one element its stride is never taken, and may be anything.
         outer = tuple(s if n > 1 else head_dim for n, s in zip(array.shape[:3], strides[:3], strict=True))
         maps = maps and can_map(address, outer)
