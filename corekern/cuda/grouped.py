@@ -1,7 +1,8 @@
 """Launching attention of a few query rows on Hopper: `grouped_sm90.cu`.
 
-Called by name for now: `routing.ROUTES` does not know it. A plan holds everything a launch needs, checked and packed, so that a call is one kernel launch: the kernel reads
-row_lengths, query_start_loc, the block table and the caches on the device, and combines its own splits.
+Called from here alone for now: `routing.ROUTES` does not know it. A plan holds everything a launch needs,
+checked and packed, so that a call is one kernel launch: the kernel reads row_lengths, query_start_loc, the
+block table and the caches on the device, and combines its own splits.
 """
 
 from __future__ import annotations
