@@ -7,6 +7,7 @@ launched.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -72,6 +73,16 @@ def give_back(result: Any, like: Any) -> Any:
 def device_of(array: Any) -> str:
     """ "cpu" or "cuda:<index>" of an adopted array."""
     return f"cuda:{array.device.id}" if _is_cupy(array) else "cpu"
+
+
+def compute_capability(device: str) -> int:
+    """90 for a GPU of compute capability 9.0; 0 for "cpu"."""
+    return 0 if device == "cpu" else _capability(int(device.removeprefix("cuda:")))
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    return int(_cupy().cuda.Device(index).compute_capability)
 
 
 def check_same_device(**arguments: Any) -> str:

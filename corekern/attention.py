@@ -40,6 +40,7 @@ def paged_attention(
     query_start_loc: Any,
     *,
     softmax_scale: float | None = None,
+    max_query_len: int | None = None,
     out: Any = None,
     return_state: bool = False,
     route: str | None = None,
@@ -57,6 +58,8 @@ def paged_attention(
         query_start_loc: (requests + 1,) int32 from 0, non-decreasing; request r owns rows
             [query_start_loc[r], query_start_loc[r + 1]). Rows past the last belong to nobody.
         softmax_scale: a finite number; head_dim ** -0.5 when None.
+        max_query_len: a promise that no request has more rows at any launch, which lets batches of few rows each take
+            `grouped_fp32` without a look at query_start_loc; a row beyond it is NaN there. None promises nothing.
         out: (rows, q_heads, head_dim) of any of q's dtypes; made in q's dtype when None.
         return_state: also return the `PartialState` from which the result was rounded.
         route: the name of a route to take; see `explain_route`.
@@ -82,7 +85,7 @@ def paged_attention(
     >>> out.shape, float(out.min()), float(out.max())
     ((1, 4, 64), 1.0, 1.0)
     """
-    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, max_query_len, validate)
     target = _output(call, out)
     chosen = routing.select(call.problem, route)
     backend = routing.backend(chosen.backend)
@@ -90,7 +93,7 @@ def paged_attention(
     result = arrays.give_back(target, q) if out is None else out
     if return_state:
         state = backend.attention_state(call)
-        backend.finalize(state, target)
+        routing.state_backend(call.problem.device).finalize(state, target)
         return result, _give_back_state(state, q)
     backend.attention(call, target)
     return result
@@ -104,6 +107,7 @@ def partial_attention(
     query_start_loc: Any,
     *,
     softmax_scale: float | None = None,
+    max_query_len: int | None = None,
     route: str | None = None,
     validate: bool | None = None,
 ) -> PartialState:
@@ -112,7 +116,7 @@ def partial_attention(
     Arguments and errors are those of `paged_attention`. `finalize(partial_attention(...))` has the bits
     of `paged_attention(...)`.
     """
-    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, max_query_len, validate)
     chosen = routing.select(call.problem, route)
     routing.record(chosen, call.problem)
     return _give_back_state(routing.backend(chosen.backend).attention_state(call), q)
@@ -167,6 +171,7 @@ def plan_attention(
     query_start_loc: Any,
     *,
     softmax_scale: float | None = None,
+    max_query_len: int | None = None,
     route: str | None = None,
     validate: bool | None = None,
 ) -> AttentionPlan:
@@ -189,7 +194,7 @@ def plan_attention(
     >>> float(plan(q, out=np.empty_like(q)).max())
     0.0
     """
-    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate)
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, max_query_len, validate)
     return AttentionPlan(call, routing.select(call.problem, route))
 
 
@@ -289,14 +294,17 @@ def explain_route(
     row_lengths: Any,
     query_start_loc: Any,
     *,
+    max_query_len: int | None = None,
     route: str | None = None,
 ) -> dict[str, str]:
     """For each route, "taken" or why it is not, for the `paged_attention` call with these arguments."""
-    call = _check(q, cache, block_table, row_lengths, query_start_loc, None, None)
+    call = _check(q, cache, block_table, row_lengths, query_start_loc, None, max_query_len, None)
     return routing.explain(call.problem, route)
 
 
-def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, validate) -> AttentionCall:
+def _check(
+    q, cache, block_table, row_lengths, query_start_loc, softmax_scale, max_query_len, validate
+) -> AttentionCall:
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache: expected a PagedKVCache, got {type(cache).__name__}")
     q, block_table = arrays.adopt(q, "q"), arrays.adopt(block_table, "block_table")
@@ -330,6 +338,13 @@ def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, v
             row = int(np.flatnonzero(lengths < 0)[0])
             raise ValueError(f"row_lengths: row {row} has the negative length {lengths[row]}")
     softmax_scale = _check_softmax_scale(softmax_scale, cache)
+    if max_query_len is None:
+        max_query_len = rows
+    elif not isinstance(max_query_len, (int, np.integer)) or max_query_len < 1:
+        raise ValueError(f"max_query_len: {max_query_len!r} is not an integer of at least 1")
+    elif look and np.diff(arrays.to_host(query_start_loc)).max() > max_query_len:
+        request = int(np.diff(arrays.to_host(query_start_loc)).argmax())
+        raise ValueError(f"max_query_len: request {request} has more rows than {max_query_len}")
     if validating:
         _check_pages(cache, *(arrays.to_host(a) for a in (block_table, row_lengths, query_start_loc)))
     problem = AttentionProblem(
@@ -342,6 +357,8 @@ def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, v
         page_size=cache.page_size,
         q_dtype=next(f.name for f in FORMATS.values() if f.value == q.dtype),
         kv_dtype=cache.format.name,
+        max_query_len=min(int(max_query_len), rows),
+        compute_capability=arrays.compute_capability(device),
     )
     return AttentionCall(
         problem, q, cache, block_table, row_lengths, query_start_loc, softmax_scale=softmax_scale

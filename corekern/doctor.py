@@ -8,7 +8,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 
-from corekern import PRECISION_REVISION, __version__, routing
+from corekern import PRECISION_REVISION, __version__, arrays, routing
 
 # What each optional package is for, by distribution names of which one is enough.
 OPTIONAL = {
@@ -98,6 +98,8 @@ def _examples(device: str) -> dict[str, routing.AttentionProblem]:
             page_size=3296,
             q_dtype="float16",
             kv_dtype=kv_dtype,
+            max_query_len=rows,
+            compute_capability=arrays.compute_capability(device),
         )
         for what, rows in (("decode, 1 row", 1), ("verify, 8 rows", 8), ("prefill, 512 rows", 512))
         for kv_dtype in ("fp8_e4m3", "float16")

@@ -27,6 +27,10 @@ class AttentionProblem:
     page_size: int
     q_dtype: str
     kv_dtype: str
+    max_query_len: int
+    """No request has more rows than this."""
+    compute_capability: int
+    """Of the GPU: 90 for 9.0; 0 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,27 @@ class Route:
     state: str
     refuse: Callable[[AttentionProblem], str | None]
     """Why the route cannot take a problem; None when it can."""
+    only_by_name: bool = False
+    """Never taken unless it is asked for."""
+
+
+def _refuse_grouped(problem: AttentionProblem) -> str | None:
+    if problem.device == "cpu":
+        return "arrays are on the CPU"
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim {problem.head_dim} is not 64, 128 or 256"
+    if problem.q_dtype not in ("float16", "bfloat16"):
+        return f"q is {problem.q_dtype}, not float16 or bfloat16"
+    if problem.q_heads // problem.kv_heads > 16:
+        return f"{problem.q_heads // problem.kv_heads} query heads share a KV head, more than 16"
+    if problem.max_query_len > 16:
+        hint = "" if problem.requests == 1 else " (say how many with max_query_len)"
+        return f"a request may have {problem.max_query_len} rows, more than 16{hint}"
+    if problem.requests > 65535:
+        return f"{problem.requests} requests are more than 65535"
+    from corekern.cuda import grouped
+
+    return grouped.refuse(problem)
 
 
 ROUTES = (
@@ -47,6 +72,12 @@ ROUTES = (
         backend="cpu",
         state="fp32 numerator/max/sum",
         refuse=lambda problem: None if problem.device == "cpu" else f"arrays are on {problem.device}",
+    ),
+    Route(
+        name="grouped_fp32",
+        backend="cuda.grouped",
+        state="fp32 numerator/max/sum",
+        refuse=_refuse_grouped,
     ),
     Route(
         name="scalar_fp32",
@@ -76,6 +107,8 @@ def explain(problem: AttentionProblem, route: str | None = None) -> dict[str, st
         refusal = candidate.refuse(problem)
         if refusal is None and route not in (None, candidate.name):
             refusal = f"{route} was asked for"
+        elif refusal is None and candidate.only_by_name and route is None:
+            refusal = "taken only when asked for by name"
         elif refusal is None and chosen is not None:
             refusal = f"{chosen} comes first"
         if refusal is None:
@@ -122,7 +155,7 @@ def route_counts() -> dict[str, int]:
 
 
 def backend(name: str) -> ModuleType:
-    """A backend module: "cpu", "simt" or "cuda"; imported on first use."""
+    """A module under `corekern`, such as "cpu" or "simt"; imported on first use."""
     return importlib.import_module(f"corekern.{name}")
 
 

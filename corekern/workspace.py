@@ -8,7 +8,7 @@ for as long as the process lives, since the graph will be replayed on it.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,18 @@ from corekern import arrays
 
 PARTIAL_DTYPES = ("float32", "float16")
 
-_buffers: dict[tuple[int, int, str], Any] = {}
-_captured: list[Any] = []
+
+class Buffers(NamedTuple):
+    """A stream's workspace, CuPy arrays."""
+
+    partials: Any
+    """(nbytes,) uint8."""
+    counters: Any
+    """int32, one for each KiB of partials and 1024 more. Zero, and left zero by every launch that counts in it."""
+
+
+_buffers: dict[tuple[int, int, str], Buffers] = {}
+_captured: list[Buffers] = []
 _lock = threading.Lock()
 
 
@@ -52,11 +62,17 @@ def take(nbytes: int, partial_dtype: str = "float32") -> Any:
     Raises:
         RuntimeError: a capture needs more than was reserved; the message names the call to make.
     """
+    return take_counted(nbytes, 0, partial_dtype).partials
+
+
+def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> Buffers:
+    """As `take`, with at least `counters` counters: more than a thousandth of `nbytes` asks for more partials."""
+    nbytes = max(nbytes, (counters - 1024) << 10)
     cupy = arrays.namespace("cuda")
     stream = cupy.cuda.get_current_stream()
     key = (cupy.cuda.runtime.getDevice(), stream.ptr, partial_dtype)
-    buffer = _buffers.get(key)
-    large_enough = buffer is not None and buffer.nbytes >= nbytes
+    buffers = _buffers.get(key)
+    large_enough = buffers is not None and buffers.partials.nbytes >= nbytes
     if stream.is_capturing():
         if not large_enough:
             option = "" if partial_dtype == "float32" else f", partial_dtype={partial_dtype!r}"
@@ -65,8 +81,10 @@ def take(nbytes: int, partial_dtype: str = "float32") -> Any:
                 f"call corekern.reserve({nbytes}{option}) on this stream before the capture"
             )
         with _lock:
-            if not any(kept is buffer for kept in _captured):
-                _captured.append(buffer)
+            if not any(kept is buffers for kept in _captured):
+                _captured.append(buffers)
     elif not large_enough:
-        buffer = _buffers[key] = cupy.empty(nbytes, cupy.uint8)
-    return buffer
+        buffers = _buffers[key] = Buffers(
+            cupy.empty(nbytes, cupy.uint8), cupy.zeros((nbytes >> 10) + 1024, cupy.int32)
+        )
+    return buffers

@@ -22,10 +22,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="session",
+    params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "scalar"))],
+)
 def backend(request) -> Backend:
     """Each backend in turn; contract tests use nothing else to make and read arrays."""
-    return CPU if request.param == "cpu" else cuda_backend()
+    if request.param == "cpu":
+        return CPU
+    return cuda_backend("scalar_fp32" if request.param == "scalar" else None)
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,8 @@ class Backend:
     view: Callable[..., Any] = field(repr=False)
     """(bytes, shape, dtype, strides, offset) -> a view of a device byte array, nothing copied."""
     limits: Limits = field(repr=False)
+    forced: bool = False
+    """`Problem.run` and `Problem.state` ask for the route by name."""
 
     def require(self, **needs) -> None:
         """Skips the test if it needs more than the backend's limits."""
@@ -95,7 +97,8 @@ def why_no_gpu() -> str | None:
     return None if numba.cuda.is_available() else "numba-cuda finds no CUDA device"
 
 
-def cuda_backend() -> Backend:
+def cuda_backend(forced: str | None = None) -> Backend:
+    """CuPy arrays, on the route that takes them or on one asked for by name."""
     import cupy
 
     def view(buffer, shape, dtype, strides, offset):
@@ -111,7 +114,8 @@ def cuda_backend() -> Backend:
 
     return Backend(
         name="cuda",
-        route="scalar_fp32",
+        route=forced or "grouped_fp32",
+        forced=forced is not None,
         asarray=asarray,
         asnumpy=cupy.asnumpy,
         zeros=cupy.zeros,
@@ -244,15 +248,20 @@ class Problem:
             "row_lengths": backend.asarray(self.row_lengths),
             "query_start_loc": backend.asarray(self.query_start_loc),
             "softmax_scale": self.softmax_scale,
+            "max_query_len": max(1, int(np.diff(self.query_start_loc).max())),
         }
 
     def run(self, backend: Backend, layout: str = "separate", **changes) -> np.ndarray:
         """The attention output, back on the host."""
+        if backend.forced:
+            changes = {"route": backend.route, **changes}
         out = corekern.paged_attention(**(self.arguments(backend, layout) | changes))
         return backend.asnumpy(out)
 
     def state(self, backend: Backend, **changes) -> corekern.PartialState:
         """The partial state, back on the host."""
+        if backend.forced:
+            changes = {"route": backend.route, **changes}
         state = corekern.partial_attention(**(self.arguments(backend) | changes))
         return corekern.PartialState(
             *(backend.asnumpy(getattr(state, f)) for f in ("numerator", "maximum", "sum"))

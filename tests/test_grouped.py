@@ -1,35 +1,11 @@
-"""The grouped Hopper kernel without a GPU: it compiles and spills nothing, and its host arithmetic is right."""
+"""Grouped attention without a GPU: its host arithmetic, and what its route takes."""
 
 import random
 
 import pytest
 
+from corekern import routing
 from corekern.cuda import grouped
-
-# What a model's verify and decode steps use; the fallback without tensor maps may spill.
-HOT = {
-    "q8-h6-d256": {"HEAD_DIM": "256", "LANES": "48", "VALUE": "float16"},
-    "bfloat16": {"HEAD_DIM": "256", "LANES": "48", "VALUE": "bfloat16"},
-    "e5m2": {"HEAD_DIM": "256", "LANES": "48", "VALUE": "float16", "FORMAT": "fp8_e5m2"},
-    "q1-h6-d256": {"HEAD_DIM": "256", "LANES": "8", "VALUE": "float16"},
-    "d128": {"HEAD_DIM": "128", "LANES": "48", "VALUE": "float16"},
-    "d64": {"HEAD_DIM": "64", "LANES": "16", "VALUE": "float16"},
-}
-
-
-@pytest.mark.parametrize("case", HOT)
-def test_compiles_without_spills(case):
-    nvrtc = pytest.importorskip("corekern.cuda.nvrtc")
-    try:
-        nvrtc.version()
-    except ImportError as error:
-        pytest.skip(str(error))
-    choices = {"FORMAT": "fp8_e4m3", "MAPS": "1", "SEGMENTS": "128", **HOT[case]}
-    compiled = nvrtc.compile_cubin(grouped.SOURCE, grouped.ARCH, grouped.defines(choices))
-    resources = compiled.resources[grouped.ENTRY]
-    assert resources.spill_bytes == 0
-    # The whole register file and no more.
-    assert resources.registers * grouped.threads_of(int(choices["HEAD_DIM"])) <= 65536
 
 
 def test_division_by_the_page_size():
@@ -45,9 +21,45 @@ def test_division_by_the_page_size():
                 assert (2 * n * magic >> 32) >> shift == n // divisor
 
 
-@pytest.mark.parametrize("group", grouped.GROUPS)
+@pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_lanes_cover_every_row_and_head(rows, group):
     lanes, blocks = grouped.lane_blocks(rows, group)
     assert lanes in grouped.LANES
     assert lanes * blocks >= rows * group
+
+
+def problem(**changes) -> routing.AttentionProblem:
+    usual = {
+        "device": "cuda:0", "rows": 8, "requests": 1, "q_heads": 6, "kv_heads": 1, "head_dim": 256, "page_size": 3296,
+        "q_dtype": "float16", "kv_dtype": "fp8_e4m3", "max_query_len": 8, "compute_capability": 90,
+    }  # fmt: skip
+    return routing.AttentionProblem(**usual | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "taken"),
+        ({"rows": 256, "requests": 64, "max_query_len": 4}, "taken"),
+        ({"device": "cpu", "compute_capability": 0}, "arrays are on the CPU"),
+        ({"head_dim": 96}, "head_dim 96 is not 64, 128 or 256"),
+        ({"q_dtype": "float32"}, "q is float32, not float16 or bfloat16"),
+        ({"q_heads": 17}, "17 query heads share a KV head, more than 16"),
+        ({"rows": 17, "max_query_len": 17}, "a request may have 17 rows, more than 16"),
+        (
+            {"rows": 256, "requests": 64, "max_query_len": 256},
+            "a request may have 256 rows, more than 16 (say how many with max_query_len)",
+        ),
+    ],
+)
+def test_what_the_route_takes(changes, why):
+    assert routing.explain(problem(**changes))["grouped_fp32"] == why
+
+
+def test_scalar_takes_what_is_left():
+    assert routing.select(problem(head_dim=96)).name == "scalar_fp32"
+    with pytest.raises(
+        ValueError, match=r"^route: grouped_fp32 cannot take this: head_dim 96 is not 64, 128 or 256$"
+    ):
+        routing.select(problem(head_dim=96), "grouped_fp32")

@@ -9,46 +9,34 @@ from helpers import (
     STATE,
     assert_at_floor,
     assert_same_bits,
+    cuda_backend,
     long_context_state,
     make_problem,
     rel_l2,
+    why_no_gpu,
 )
+
+import corekern
+
+if reason := why_no_gpu():
+    pytest.skip(reason, allow_module_level=True)
+
+import cupy
 
 pytestmark = pytest.mark.gpu
 
-cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-
-
-def _why_not() -> str | None:
-    try:
-        capability = cupy.cuda.Device().compute_capability
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no CUDA device can be used ({error})"
-    return None if capability == "90" else f"compute capability {capability} is not 90"
-
-
-if reason := _why_not():
-    pytest.skip(reason, allow_module_level=True)
-
-from helpers import cuda_backend  # noqa: E402
-
-from corekern.cuda import grouped  # noqa: E402
 
 CUDA = cuda_backend()
 
 
-def run(problem, layout="separate", out_dtype=None, **options):
+def run(problem, layout="separate", **options):
     """Output and state, on the host."""
-    arguments = problem.arguments(CUDA, layout)
-    scale = arguments.pop("softmax_scale")
-    q = arguments["q"]
-    arguments["softmax_scale"] = q.shape[2] ** -0.5 if scale is None else scale
-    state = tuple(cupy.full(shape, 7.0, np.float32) for shape in (q.shape, q.shape[:2], q.shape[:2]))
-    out = cupy.full(q.shape, 7.0, np.float32).astype(out_dtype or q.dtype)
-    plan = grouped.plan(**arguments, out=out, state=state, **options)
-    result = plan.launch().get()
-    assert_same_bits(plan.launch().get(), result, "second launch")
-    return result, tuple(s.get() for s in state)
+    arguments = problem.arguments(CUDA, layout) | {"route": "grouped_fp32"} | options
+    out = corekern.paged_attention(**arguments)
+    assert_same_bits(corekern.paged_attention(**arguments).get(), out.get(), "second launch")
+    rounded, state = corekern.paged_attention(**arguments, return_state=True)
+    assert_same_bits(rounded.get(), out.get(), "by way of the state")
+    return out.get(), tuple(getattr(state, field).get() for field in ("numerator", "maximum", "sum"))
 
 
 def check(problem, layout="separate", **options):
@@ -206,14 +194,14 @@ def test_long_contexts(length):
 def test_graph_replays_read_new_lengths():
     problem = make_problem(12, rows=(8,), seq_lens=(5000,), q_heads=6, head_dim=256, page_size=784)
     arguments = problem.arguments(CUDA)
-    arguments["softmax_scale"] = 1 / 16
-    plan = grouped.plan(**arguments)
-    plan.launch()
+    plan = corekern.plan_attention(**arguments, route="grouped_fp32")
+    out = cupy.empty_like(arguments["q"])
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
+        plan(arguments["q"], out=out)
         stream.begin_capture()
-        plan.launch()
+        plan(arguments["q"], out=out)
         graph = stream.end_capture()
     for longest in (5000, 64, 0, 3000):
         lengths = np.clip(problem.row_lengths - 5000 + longest, 0, None).astype(np.int32)
@@ -221,4 +209,4 @@ def test_graph_replays_read_new_lengths():
         cupy.cuda.runtime.deviceSynchronize()
         graph.launch(stream)
         stream.synchronize()
-        assert_same_bits(plan.out.get(), run(problem.but(row_lengths=lengths))[0], str(longest))
+        assert_same_bits(out.get(), run(problem.but(row_lengths=lengths))[0], str(longest))

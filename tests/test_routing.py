@@ -9,6 +9,13 @@ from helpers import Problem, make_problem
 import corekern
 
 
+@pytest.fixture
+def backend(backend):
+    if backend.forced:
+        pytest.skip("what is taken when no route is asked for")
+    return backend
+
+
 def problem(**changes) -> Problem:
     return make_problem(1, rows=(2,), seq_lens=(20,), q_heads=2, head_dim=64, **changes)
 
@@ -83,9 +90,9 @@ def test_a_route_logs_once_for_its_rows_and_page_size(backend, caplog):
     # Rows and page sizes that no other test has.
     first, other_page = problem(page_size=3299), problem(page_size=3297)
     other_rows = first.but(
-        q=np.concatenate([first.q] * 37),
-        row_lengths=np.concatenate([first.row_lengths] * 37),
-        query_start_loc=np.int32([0, 74]),
+        q=np.concatenate([first.q] * 7),
+        row_lengths=np.concatenate([first.row_lengths] * 7),
+        query_start_loc=np.int32([0, 14]),
     )
     for _ in range(3):
         first.run(backend)
@@ -98,7 +105,7 @@ def test_a_route_logs_once_for_its_rows_and_page_size(backend, caplog):
     text = "{} selected (rows={}, page={}, state=fp32 numerator/max/sum)"
     assert lines == [
         ("corekern", logging.INFO, text.format(backend.route, rows, page))
-        for rows, page in ((2, 3299), (2, 3297), (74, 3299))
+        for rows, page in ((2, 3299), (2, 3297), (14, 3299))
     ]
 
 

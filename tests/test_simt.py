@@ -466,6 +466,8 @@ def problem_of(case: Case) -> AttentionProblem:
         page_size=case.cache.page_size,
         q_dtype=case.q.dtype.name,
         kv_dtype=case.cache.format.name,
+        max_query_len=rows,
+        compute_capability=0,
     )
 
 

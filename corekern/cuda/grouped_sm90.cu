@@ -21,23 +21,10 @@
 // group combine them in order: see combine.
 //
 // Segments depend on the request's longest row alone: see segments_of.
-#include "mbarrier.cuh"
-#include "ptx.cuh"
-#include "shared.cuh"
+#include "grouped_combine.cuh"
 #include "wgmma.cuh"
 
-using Value = VALUE;    // of q
-using Format = FORMAT;  // of the cache
-
-constexpr int D = HEAD_DIM;
-constexpr int N = LANES;
-constexpr int TILE = 64;
-constexpr int RUN = 32;    // tokens from one set of fresh accumulators
 constexpr int CHAIN = 64;  // head_dim elements in one uncompensated product
-constexpr int MAX_SEGMENTS = SEGMENTS;
-constexpr int FOLD = 8;  // segments folded first
-constexpr int MAX_FOLDS = MAX_SEGMENTS / FOLD;
-constexpr int COUNTERS = 1 + MAX_FOLDS;
 constexpr int STAGES = 5;
 
 constexpr int SCORE_GROUPS = 2;
@@ -85,7 +72,6 @@ constexpr int AT_WORK = AT_LAST + 16;
 constexpr int SHARED_BYTES = AT_WORK + 64;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the launcher asks for SHARED_LIMIT bytes");
 
-constexpr float P_SCALE = 2048.0f;
 // The reference of the numerator moves only when a tile's maximum exceeds it by this much: the numerator is FP32 and
 // has room, and most tiles need no rescaling.
 constexpr float SLACK = 10.0f;
@@ -100,34 +86,6 @@ constexpr float SLACK = 10.0f;
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-// Strides in elements of the array; the caches' in bytes. The same struct as in corekern/cuda/grouped.py.
-struct Params {
-    TensorMap k_tile, v_tile, k_sub, v_sub;
-    const unsigned char *k, *v;
-    const unsigned short* q;
-    const int *block_table, *row_lengths, *query_start_loc;
-    void* out;
-    float *state_numerator, *state_maximum, *state_sum;  // or null
-    float *numerators, *maxima, *sums;                   // partials: of segments, then of folds
-    int* arrivals;                                       // zero between launches
-    long long k_page, k_token, k_head, v_page, v_token, v_head;
-    long long q_row, q_head, out_row, out_head, table_row, table_column, length_stride, start_stride;
-    long long num_pages;
-    int page_size, table_width, rows, requests, group, q_heads;
-    unsigned page_magic, page_shift;  // token / page_size = 2 token * page_magic >> 32 + page_shift, for any token
-    int granule, together;  // granule: bytes a cache access may take when there are no maps
-    int q_aligned, out_type, zero_q, negate_q;
-    float scale, v_scale;  // softmax_scale * k_scale * log2(e), not negative
-};
-
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-#define INFINITE __int_as_float(0x7F800000)
-
 // Tells the compiler that a value is the same in every thread of a warp: loops on it stay in the uniform registers, where
 // the matrix descriptors must be.
 __device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(0xFFFFFFFF, value); }
@@ -141,44 +99,6 @@ __device__ __forceinline__ int thread_anew() {
 
 // Order-preserving and its own inverse: floats to integers, NaN with a clear sign above all.
 __device__ __forceinline__ int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
-
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
-struct Segments {
-    int tiles;           // in all
-    int tiles_each;      // in a segment, the last may have fewer
-    int count;
-};
-
-// At most MAX_SEGMENTS segments of whole tiles, whatever else is in the batch.
-__device__ __forceinline__ Segments segments_of(int longest) {
-    Segments s;
-    s.tiles = (longest + TILE - 1) / TILE;
-    s.tiles_each = (s.tiles + MAX_SEGMENTS - 1) / (MAX_SEGMENTS);
-    s.count = s.tiles_each ? (s.tiles + s.tiles_each - 1) / s.tiles_each : 0;
-    return s;
-}
-
-// What a block knows of its work.
-struct Work {
-    int request, kv_head, lane_block;
-    int first_row, rows;  // of the request
-    int longest;          // tokens the request's longest row sees
-    int shortest;         // and the shortest that sees any, of this block's lanes
-    int begin;            // first token
-    int tiles;
-    int segments;         // of the row group
-    int unmasked;         // tiles all of whose tokens are visible to every lane, but for missing pages
-};
-
-__device__ __forceinline__ int row_group_of(const Work& work) { return work.request * gridDim.y + blockIdx.y; }
-
-// The first lane of a segment's partial.
-__device__ __forceinline__ long long partial_of(const Work& work, int segment) {
-    return (static_cast<long long>(row_group_of(work)) * (MAX_SEGMENTS + MAX_FOLDS) + segment) * N;
-}
 
 __device__ __forceinline__ unsigned swizzled(int token, int chunk) {
     constexpr int in_row = ROW / 16;
@@ -250,68 +170,6 @@ struct Total {
     __device__ float operator()(float a, float b) const { return a + b; }
 };
 
-// q's lanes to Q^T in shared memory, as float16, and each lane's scale and length.
-//
-// A bfloat16 row is brought into float16's range by a power of two, which its lane's scale takes back: float16 then holds
-// each of its elements exactly down to 2^-31 of the largest.
-__device__ __forceinline__ void load_queries(const Params& p, const Work& work, unsigned base, int thread) {
-    constexpr int parts = D / 8;
-#pragma unroll 1
-    for (int item = thread; item < N * parts; item += THREADS) {
-        const int lane = item / parts, part = item % parts;
-        const int pair = work.lane_block * N + lane;
-        const int row = pair / p.group, head = pair - row * p.group;
-        const bool real = row < work.rows;
-        unsigned word[4] = {0, 0, 0, 0};
-        if (real && !p.zero_q) {
-            const unsigned short* from = p.q + (work.first_row + row) * p.q_row +
-                                         (work.kv_head * p.group + head) * p.q_head + part * 8;
-            if (p.q_aligned) {
-                const uint4 v = *reinterpret_cast<const uint4*>(from);
-                word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) word[i] = from[2 * i] | static_cast<unsigned>(from[2 * i + 1]) << 16;
-            }
-        }
-        float scale = p.zero_q ? 1.0f : p.scale;
-        if constexpr (same_type<Value, bfloat16>) {
-            unsigned largest = 0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                largest = max(largest, max(word[i] & 0x7FFF, (word[i] >> 16) & 0x7FFF));
-#pragma unroll
-            for (int mask = parts / 2; mask > 0; mask /= 2)
-                largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, mask));
-            int exponent = static_cast<int>(largest >> 7) - 127;
-            if (largest == 0 || exponent == 128) exponent = 14;
-            exponent = max(exponent, -100);
-            const float factor = __uint_as_float((127 + 14 - exponent) << 23);
-            // In two steps, since the whole factor may leave float's range.
-            scale = scale * __uint_as_float((127 + exponent / 2) << 23) *
-                    __uint_as_float((127 + exponent - exponent / 2 - 14) << 23);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                word[i] = cvt_f16x2(__uint_as_float(word[i] & 0xFFFF0000) * factor, __uint_as_float(word[i] << 16) * factor);
-        }
-        if (p.negate_q) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) word[i] ^= 0x80008000;
-        }
-        // Dim 4t + r of a chunk is element 2t + r % 2 of half r / 2 of k: what a thread has after it converts 4 codes.
-        const unsigned to = base + AT_Q + part / 2 * (32 * N) + lane * 16 + part % 2 * 8;
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(word[0]), "r"(word[2]) : "memory");
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16 * N), "r"(word[1]), "r"(word[3]) : "memory");
-        if (part == 0) {
-            int length = real ? p.row_lengths[(work.first_row + row) * p.length_stride] : 0;
-            // Lanes that see nothing compute along, so that no tile is masked for their sake; their sum is dropped.
-            if (length <= 0) length = 0x7FFFFFFF;
-            store_shared(base + AT_LENGTH + lane * 4, length);
-            store_shared(base + AT_SCALE + lane * 4, __float_as_uint(scale));
-        }
-    }
-}
-
 // Where two tokens of a tile lie, looked up by one thread; the page is as the table has it.
 struct Places {
     int page[2], slot[2];
@@ -332,9 +190,6 @@ __device__ __forceinline__ Places find_tile(const Params& p, const Work& work, i
     }
     return places;
 }
-
-// A page that is not there is -1: its tokens are unseen.
-__device__ __forceinline__ int page_in(const Params& p, int page) { return page >= 0 && page < p.num_pages ? page : -1; }
 
 // K and V of a tile by tensor map, one warp: one box when the tile lies in one page, else boxes of 16 tokens, which never
 // cross a page. A page that is not there is outside the map: zeros.
@@ -834,225 +689,6 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
     __syncwarp();
     store_partial(p, work, base, numerator);
 }
-// Four neighbouring dims of one lane: division, rounding, and the state when it is asked for.
-__device__ __forceinline__ void finish(const Params& p, const Work& work, int lane, int dim, float4 n, float sum, float maximum) {
-    const int pair = work.lane_block * N + lane;
-    const int row_in_request = pair / p.group, head = work.kv_head * p.group + pair - row_in_request * p.group;
-    if (row_in_request >= work.rows) return;
-    const long long row = work.first_row + row_in_request;
-    const bool empty = sum == 0.0f;
-    float x[4] = {n.x * p.v_scale, n.y * p.v_scale, n.z * p.v_scale, n.w * p.v_scale};
-    if (p.state_numerator) {
-        const long long at = row * p.q_heads + head;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p.state_numerator[at * D + dim + i] = empty ? 0.0f : x[i];
-        if (dim == 0) {
-            p.state_maximum[at] = maximum;
-            p.state_sum[at] = sum;
-        }
-    }
-    if (!p.out) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : __fdiv_rn(x[i], sum);
-    const long long at = row * p.out_row + head * p.out_head + dim;
-    if (p.out_type == 2) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) static_cast<float*>(p.out)[at + i] = x[i];
-        return;
-    }
-    const unsigned low = p.out_type == 0 ? cvt_f16x2(x[1], x[0]) : cvt_bf16x2(x[1], x[0]);
-    const unsigned high = p.out_type == 0 ? cvt_f16x2(x[3], x[2]) : cvt_bf16x2(x[3], x[2]);
-    unsigned short* to = static_cast<unsigned short*>(p.out) + at;
-    if (reinterpret_cast<unsigned long long>(to) % 8 == 0) {
-        *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
-    } else {
-        to[0] = low, to[1] = low >> 16, to[2] = high, to[3] = high >> 16;
-    }
-}
-
-// States folded in order, relative to their largest maximum: four dims of one lane.
-struct Folded {
-    float4 numerator;
-    float maximum, sum;
-};
-
-// Of at most COUNT states `count` are there. maximum(i) and state(i) load them, eight at once.
-template <int COUNT, class Maximum, class State>
-__device__ __forceinline__ Folded fold(int count, Maximum maximum, State state) {
-    constexpr int batch = COUNT < 8 ? COUNT : 8;
-    Folded all = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITE, 0.0f};
-    float maxima[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) maxima[i] = i < count ? maximum(i) : -INFINITE;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) all.maximum = fmaxf(all.maximum, maxima[i]);
-    const float reference = all.maximum == -INFINITE ? 0.0f : all.maximum;
-#pragma unroll
-    for (int begin = 0; begin < COUNT; begin += batch) {
-        if (begin >= count) break;
-        float4 numerators[batch];
-        float sums[batch];
-#pragma unroll
-        for (int i = 0; i < batch; ++i)
-            if (begin + i < count) state(begin + i, numerators[i], sums[i]);
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            if (begin + i < count) {
-                const float weight = exp2_approx(maxima[begin + i] - reference);
-                all.sum = __fmaf_rn(weight, sums[i], all.sum);
-                all.numerator.x = __fmaf_rn(weight, numerators[i].x, all.numerator.x);
-                all.numerator.y = __fmaf_rn(weight, numerators[i].y, all.numerator.y);
-                all.numerator.z = __fmaf_rn(weight, numerators[i].z, all.numerator.z);
-                all.numerator.w = __fmaf_rn(weight, numerators[i].w, all.numerator.w);
-            }
-        }
-    }
-    return all;
-}
-
-constexpr int QUADS = D / 4;
-
-// Folds partials in global memory: of consecutive segments, or of consecutive folds of them.
-template <int COUNT>
-__device__ __forceinline__ Folded fold_partials(const Params& p, long long partial, int item, int count) {
-    const long long first = partial + item / QUADS;
-    const float4* numerators = reinterpret_cast<const float4*>(p.numerators + first * D) + item % QUADS;
-    if constexpr (COUNT <= 8) {
-        // Everything is on its way before the first of it is used.
-        float4 ahead[COUNT];
-        float sums[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            if (i < count) {
-                ahead[i] = __ldcg(numerators + i * N * QUADS);
-                sums[i] = __ldcg(p.sums + first + i * N);
-            }
-        }
-        return fold<COUNT>(
-            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
-            [&](int i, float4& numerator, float& sum) { numerator = ahead[i], sum = sums[i]; });
-    } else {
-        return fold<COUNT>(
-            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
-            [&](int i, float4& numerator, float& sum) {
-                numerator = __ldcg(numerators + i * N * QUADS), sum = __ldcg(p.sums + first + i * N);
-            });
-    }
-}
-
-// Combines the partials of a row group: FOLD neighbouring segments first, then these in order, one division, one rounding.
-// The tree depends on the number of segments alone, and so do a row's bits.
-//
-// `together`: every block of the grid is resident (a cooperative launch), so each waits until all segments are
-// there and takes a slice of the items. Else nobody waits: the last block of each FOLD segments folds
-// those, and the last of these blocks the folds.
-__device__ __forceinline__ void combine(const Params& p, const Work& work, unsigned base, int thread) {
-    const int segments = work.segments;
-    constexpr int items = N * QUADS;
-    const int folds = (segments + FOLD - 1) / FOLD;
-    const long long first_partial = partial_of(work, 0);
-    int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
-    if (p.together) {
-        constexpr int slice = 32;
-        barrier_sync(4, VALUE_THREADS);
-        if (thread == 0) {
-            // What the others stored before the barrier is ordered by this fence too.
-            __threadfence();
-            atomicAdd(arrivals, 1);
-            int arrived;
-            do {
-                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
-            } while (arrived < segments);
-        }
-        barrier_sync(4, VALUE_THREADS);
-        const int each = (items + segments - 1) / segments;
-        const int past = min(items, static_cast<int>(blockIdx.x + 1) * each);
-        Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
-#pragma unroll 1
-        for (int begin = blockIdx.x * each; begin < past; begin += slice) {
-            const int count = min(slice, past - begin);
-#pragma unroll 1
-            for (int unit = thread; unit < count * folds; unit += VALUE_THREADS) {
-                const int f = unit / count, item = unit - f * count;
-                folded[f * slice + item] =
-                    fold_partials<FOLD>(p, first_partial + f * FOLD * N, begin + item, min(FOLD, segments - f * FOLD));
-            }
-            barrier_sync(4, VALUE_THREADS);
-            if (thread < count) {
-                const Folded all = fold<MAX_FOLDS>(
-                    folds, [&](int f) { return folded[f * slice + thread].maximum; },
-                    [&](int f, float4& numerator, float& sum) {
-                        numerator = folded[f * slice + thread].numerator;
-                        sum = folded[f * slice + thread].sum;
-                    });
-                const int item = begin + thread;
-                finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
-            }
-            barrier_sync(4, VALUE_THREADS);
-        }
-        if (thread == 0 && atomicAdd(arrivals + 1, 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
-        return;
-    }
-
-    // The folds' partials come after the segments'.
-    const int f = blockIdx.x / FOLD, mine = min(FOLD, segments - f * FOLD);
-    const long long fold_partial = first_partial + (MAX_SEGMENTS + f) * N;
-    auto last_of = [&](int* counter, int count) {
-        barrier_sync(4, VALUE_THREADS);
-        if (thread == 0) {
-            __threadfence();
-            const bool last = atomicAdd(counter, 1) == count - 1;
-            // Ready for the next launch.
-            if (last) *counter = 0;
-            __threadfence();
-            store_shared(base + AT_LAST, last);
-        }
-        barrier_sync(4, VALUE_THREADS);
-        return load_shared(base + AT_LAST) != 0;
-    };
-    if (!last_of(arrivals + 1 + f, mine)) return;
-#pragma unroll 1
-    for (int item = thread; item < items; item += VALUE_THREADS) {
-        const Folded part = fold_partials<FOLD>(p, first_partial + f * FOLD * N, item, mine);
-        const int lane = item / QUADS, dim = item % QUADS * 4;
-        __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D + dim), part.numerator);
-        if (dim == 0) {
-            __stcg(p.maxima + fold_partial + lane, part.maximum);
-            __stcg(p.sums + fold_partial + lane, part.sum);
-        }
-    }
-    if (!last_of(arrivals, folds)) return;
-#pragma unroll 1
-    for (int item = thread; item < items; item += VALUE_THREADS) {
-        const Folded all = fold_partials<MAX_FOLDS>(p, first_partial + MAX_SEGMENTS * N, item, folds);
-        finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
-    }
-}
-
-// Rows that no block computes: of nobody, of requests that see nothing, and beyond the lane blocks launched.
-__device__ __forceinline__ void fill_rows(const Params& p, int first, int past, int kv_head, float value, int thread, int threads) {
-    const int heads = p.group, items = (past - first) * heads * D;
-#pragma unroll 1
-    for (int item = thread; item < items; item += threads) {
-        const int row = first + item / (heads * D), head = kv_head * heads + item / D % heads, dim = item % D;
-        if (p.out) {
-            const long long at = row * p.out_row + head * p.out_head + dim;
-            if (p.out_type == 2)
-                static_cast<float*>(p.out)[at] = value;
-            else
-                static_cast<unsigned short*>(p.out)[at] = value == value ? 0 : 0x7FFF;
-        }
-        if (p.state_numerator) {
-            const long long at = static_cast<long long>(row) * p.q_heads + head;
-            p.state_numerator[at * D + dim] = value;
-            if (dim == 0) {
-                p.state_maximum[at] = value == value ? -INFINITE : value;
-                p.state_sum[at] = value;
-            }
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 grouped_attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -1064,66 +700,8 @@ grouped_attention(const __grid_constant__ Params p) {
         prefetch_map(p.v_tile);
     }
 
-    // What is certain or likely to be wanted, before anything is known; each block asks for a part. Cold, each of the
-    // trips to memory that follow one another takes most of a microsecond.
-    if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
-        prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
-    if (p.requests == 1 && thread < 32) {
-        constexpr int line = 64;  // elements in 128 bytes
-        const int lines = D / line, index = (blockIdx.x * 32 + thread) / 8;
-        const int row_head = index / lines;
-        if (thread % 8 == 0 && row_head < p.rows * p.q_heads)
-            prefetch_l2(p.q + row_head / p.q_heads * p.q_row + row_head % p.q_heads * p.q_head + index % lines * line);
-    }
-    // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
-    int early = 0;
-    if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];
-
     Work work;
-    work.request = blockIdx.z;
-    const int kv_heads = p.q_heads / p.group;
-    work.lane_block = blockIdx.y / kv_heads;
-    work.kv_head = blockIdx.y - work.lane_block * kv_heads;
-    work.first_row = p.query_start_loc[work.request * p.start_stride];
-    work.rows = p.query_start_loc[(work.request + 1) * p.start_stride] - work.first_row;
-    // What is not as documented touches nothing: rows outside q.
-    work.first_row = min(max(work.first_row, 0), p.rows);
-    work.rows = min(max(work.rows, 0), p.rows - work.first_row);
-    const long long capacity = static_cast<long long>(p.table_width) * p.page_size;
-    const int cap = capacity < 0x7FFFFFFF ? static_cast<int>(capacity) : 0x7FFFFFFF;
-    int longest = 0, shortest = 0x7FFFFFFF;
-#pragma unroll 1
-    for (int row = in_warp; row < work.rows; row += 32) {
-        const bool known = p.requests == 1 && work.first_row == 0 && row < 32;
-        const int length = min(known ? early : p.row_lengths[(work.first_row + row) * p.length_stride], cap);
-        longest = max(longest, length);
-        const bool mine = (row + 1) * p.group > work.lane_block * N && row * p.group < (work.lane_block + 1) * N;
-        if (mine && length > 0) shortest = min(shortest, length);
-    }
-    work.longest = __reduce_max_sync(0xFFFFFFFF, longest);
-    work.shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
-
-    const Segments segments = segments_of(work.longest);
-    if (blockIdx.x == 0) {
-        const int covered = gridDim.y / kv_heads * N / p.group;
-        const float nan = __uint_as_float(0x7FC00000);
-        if (work.lane_block == 0 && work.rows > covered)
-            fill_rows(p, work.first_row + covered, work.first_row + work.rows, work.kv_head, nan, thread, THREADS);
-        if (work.lane_block == 0 && segments.count == 0)
-            fill_rows(p, work.first_row, work.first_row + min(work.rows, covered), work.kv_head, 0.0f, thread, THREADS);
-    }
-    if (work.request == 0 && work.lane_block == 0) {
-        const int owned = min(max(p.query_start_loc[p.requests * p.start_stride], 0), p.rows);
-#pragma unroll 1
-        for (int row = owned + blockIdx.x; row < p.rows; row += gridDim.x)
-            fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, THREADS);
-    }
-    if (blockIdx.x >= segments.count || work.lane_block * N >= work.rows * p.group) return;
-    const int first_tile = blockIdx.x * segments.tiles_each;
-    work.begin = first_tile * TILE;
-    work.tiles = min(max(segments.tiles - first_tile, 0), segments.tiles_each);
-    work.segments = segments.count;
-    work.unmasked = max(work.shortest - work.begin, 0) / TILE;
+    if (!find_work(p, work, thread, THREADS)) return;
     // Read again from shared memory where it is needed: in registers it would be in the loops' way.
     Work& kept = *reinterpret_cast<Work*>(shared + AT_WORK);
 
@@ -1148,7 +726,7 @@ grouped_attention(const __grid_constant__ Params p) {
         for (int tile = role; tile < min(work.tiles, STAGES); tile += SCORE_GROUPS)
             fetch_tile(p, work, base, tile, in_warp);
     }
-    load_queries(p, work, base, thread);
+    load_queries(p, work, {base + AT_Q, base + AT_LENGTH, base + AT_SCALE}, thread, THREADS);
     fence_proxy_async();
     barrier_sync(3, THREADS);
     if (role < SCORE_GROUPS) {
@@ -1161,6 +739,7 @@ grouped_attention(const __grid_constant__ Params p) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");
 #endif
         value_warpgroup(p, kept, base, role - SCORE_GROUPS);
-        combine(p, kept, base, threadIdx.x - 128 * SCORE_GROUPS);
+        Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
+        combine<VALUE_THREADS>(p, kept, folded, base + AT_LAST, threadIdx.x - 128 * SCORE_GROUPS);
     }
 }

@@ -28,9 +28,17 @@ class Family:
     """`-D` constants that every specialisation shares; launchers compute their grids from them."""
     choices: dict[str, tuple[str, ...]]
     """`-D` constants with several values: a specialisation has one of each."""
+    architectures: tuple[str, ...] = ARCHITECTURES
+    registers: int = 64
+    """The most that a thread may take: eight blocks of 256 threads fill an SM at 32, four still hide memory's latency."""
+    examples: tuple[dict[str, str], ...] | None = None
+    """Where there are too many combinations to compile them all: those that the tests compile and `doctor` lists."""
 
     def specialisations(self) -> Iterator[dict[str, str]]:
-        """Every combination of `choices`."""
+        """The examples, or every combination of `choices`."""
+        if self.examples is not None:
+            yield from self.examples
+            return
         for values in itertools.product(*self.choices.values()):
             yield dict(zip(self.choices, values, strict=True))
 
@@ -46,6 +54,16 @@ class Family:
 THREADS = 256
 ENCODE_UNROLL = 2
 DECODE_UNROLL = 4
+
+GROUPED_SM90_SHARED = 232448  # all that a block may have there
+_GROUPED_CHOICES = {
+    "HEAD_DIM": ("64", "128", "256"),
+    "LANES": ("8", "16", "24", "32", "48"),
+    "FORMAT": FP8,
+    "VALUE": ("float16", "bfloat16"),
+    "MAPS": ("0", "1"),
+    "SEGMENTS": ("8", "16", "32", "64", "128"),
+}
 
 KERNELS: dict[str, Family] = {
     family.source: family
@@ -77,6 +95,35 @@ KERNELS: dict[str, Family] = {
             hot=("cache_gather_vector",),
             constants={"THREADS": THREADS},
             choices={"VALUE": VALUES, "FORMAT": (*FP8, *VALUES)},
+        ),
+        Family(
+            source="grouped_sm90.cu",
+            entries=("grouped_attention",),
+            hot=("grouped_attention",),
+            constants={"SHARED_LIMIT": GROUPED_SM90_SHARED},
+            choices=_GROUPED_CHOICES,
+            architectures=("sm_90a",),
+            registers=128,  # 512 threads have the whole register file
+            examples=tuple(
+                {
+                    "HEAD_DIM": "256",
+                    "LANES": "48",
+                    "FORMAT": "fp8_e4m3",
+                    "VALUE": "float16",
+                    "MAPS": "1",
+                    "SEGMENTS": "128",
+                }
+                | changes
+                for changes in (
+                    {},
+                    {"VALUE": "bfloat16"},
+                    {"FORMAT": "fp8_e5m2"},
+                    {"LANES": "8"},
+                    {"LANES": "24", "SEGMENTS": "64"},
+                    {"HEAD_DIM": "128"},
+                    {"HEAD_DIM": "64", "LANES": "16"},
+                )
+            ),
         ),
     )
 }

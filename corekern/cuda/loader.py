@@ -74,18 +74,20 @@ def _module(source: str, choices: dict[str, str]) -> Any:
     if found is None:
         defines = KERNELS[source].defines(choices)
         options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))
-        path = _cubin(source, sources.expand(source), options)
+        arch = cupy().cuda.Device().compute_capability
+        if f"sm_{arch}a" in KERNELS[source].architectures:
+            arch += "a"  # with the instructions that no later architecture has
+        path = _cubin(source, sources.expand(source), options, arch)
         found = _modules[key] = cupy().RawModule(path=str(path))
     return found
 
 
-def _cubin(source: str, text: str, options: tuple[str, ...]) -> Path:
-    """The compiled file for the current device: the kept one, or a new one."""
-    arch = cupy().cuda.Device().compute_capability
+def _cubin(source: str, text: str, options: tuple[str, ...], arch: str) -> Path:
+    """The compiled file for an architecture: the kept one, or a new one."""
     key = repr((text, options, arch, cupy().cuda.nvrtc.getVersion()))
     path = _cache_folder() / f"corekern-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     if not path.exists():
-        binary, _ = cupy().cuda.compiler.compile_using_nvrtc(text, options, filename=source)
+        binary, _ = cupy().cuda.compiler.compile_using_nvrtc(text, options, arch, source)
         # Written aside and renamed: another process may read or write the same file.
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(binary if isinstance(binary, bytes) else binary.encode())

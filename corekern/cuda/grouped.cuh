@@ -1,0 +1,247 @@
+// Attention of a few query rows over a paged cache: what every schedule of it shares. The parameters, who does what,
+// and the queries in shared memory.
+//
+// A block owns one segment of tokens of one request, one KV head and up to LANES (row, query head) pairs, the lanes.
+// Segments depend on the request's longest row alone: see segments_of.
+#pragma once
+#include "mbarrier.cuh"
+#include "ptx.cuh"
+#include "shared.cuh"
+
+using Value = VALUE;    // of q
+using Format = FORMAT;  // of the cache
+
+constexpr int D = HEAD_DIM;
+constexpr int N = LANES;
+constexpr int TILE = 64;
+constexpr int RUN = 32;  // tokens from one set of fresh accumulators
+constexpr int MAX_SEGMENTS = SEGMENTS;
+constexpr int FOLD = 8;  // segments folded first
+constexpr int MAX_FOLDS = MAX_SEGMENTS / FOLD;
+constexpr int COUNTERS = 1 + MAX_FOLDS;
+constexpr float P_SCALE = 2048.0f;  // of probabilities, before they are split into two float16
+
+// Strides in elements of the array; the caches' in bytes. The same struct as in corekern/cuda/grouped.py.
+struct Params {
+    TensorMap k_tile, v_tile, k_sub, v_sub;
+    const unsigned char *k, *v;
+    const unsigned short* q;
+    const int *block_table, *row_lengths, *query_start_loc;
+    void* out;
+    float *state_numerator, *state_maximum, *state_sum;  // or null
+    float *numerators, *maxima, *sums;                   // partials: of segments, then of folds
+    int* arrivals;                                       // zero between launches
+    long long k_page, k_token, k_head, v_page, v_token, v_head;
+    long long q_row, q_head, out_row, out_head, out_dim, table_row, table_column, length_stride, start_stride;
+    long long num_pages;
+    int page_size, table_width, rows, requests, group, q_heads;
+    unsigned page_magic, page_shift;  // token / page_size = 2 token * page_magic >> 32 + page_shift, for any token
+    int granule, together;  // granule: bytes a cache access may take when there are no maps
+    int q_aligned, out_type, zero_q, negate_q;
+    float scale, v_scale;  // softmax_scale * k_scale * log2(e), not negative
+};
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define INFINITE __int_as_float(0x7F800000)
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+struct Segments {
+    int tiles;           // in all
+    int tiles_each;      // in a segment, the last may have fewer
+    int count;
+};
+
+// At most MAX_SEGMENTS segments of whole tiles, whatever else is in the batch.
+__device__ __forceinline__ Segments segments_of(int longest) {
+    Segments s;
+    s.tiles = (longest + TILE - 1) / TILE;
+    s.tiles_each = (s.tiles + MAX_SEGMENTS - 1) / (MAX_SEGMENTS);
+    s.count = s.tiles_each ? (s.tiles + s.tiles_each - 1) / s.tiles_each : 0;
+    return s;
+}
+
+// What a block knows of its work.
+struct Work {
+    int request, kv_head, lane_block;
+    int first_row, rows;  // of the request
+    int longest;          // tokens the request's longest row sees
+    int shortest;         // and the shortest that sees any, of this block's lanes
+    int begin;            // first token
+    int tiles;
+    int segments;         // of the row group
+    int unmasked;         // tiles all of whose tokens are visible to every lane, but for missing pages
+};
+
+__device__ __forceinline__ int row_group_of(const Work& work) { return work.request * gridDim.y + blockIdx.y; }
+
+// The first lane of a segment's partial.
+__device__ __forceinline__ long long partial_of(const Work& work, int segment) {
+    return (static_cast<long long>(row_group_of(work)) * (MAX_SEGMENTS + MAX_FOLDS) + segment) * N;
+}
+
+// Rows that no block computes: of nobody, of requests that see nothing, and beyond the lane blocks launched.
+__device__ __forceinline__ void fill_rows(const Params& p, int first, int past, int kv_head, float value, int thread, int threads) {
+    const int heads = p.group, items = (past - first) * heads * D;
+#pragma unroll 1
+    for (int item = thread; item < items; item += threads) {
+        const int row = first + item / (heads * D), head = kv_head * heads + item / D % heads, dim = item % D;
+        if (p.out) {
+            const long long at = row * p.out_row + head * p.out_head + dim * p.out_dim;
+            if (p.out_type == 2)
+                static_cast<float*>(p.out)[at] = value;
+            else
+                static_cast<unsigned short*>(p.out)[at] = value == value ? 0 : 0x7FFF;
+        }
+        if (p.state_numerator) {
+            const long long at = static_cast<long long>(row) * p.q_heads + head;
+            p.state_numerator[at * D + dim] = value;
+            if (dim == 0) {
+                p.state_maximum[at] = value == value ? -INFINITE : value;
+                p.state_sum[at] = value;
+            }
+        }
+    }
+}
+
+// What this block does; false when that is nothing. Called by all threads, it also fills the rows that no block computes.
+__device__ __forceinline__ bool find_work(const Params& p, Work& work, int thread, int threads) {
+    const int in_warp = thread % 32;
+    // What is certain or likely to be wanted, before anything is known; each block asks for a part. Cold, each of the
+    // trips to memory that follow one another takes most of a microsecond.
+    if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
+        prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
+    if (p.requests == 1 && thread < 32) {
+        constexpr int line = 64;  // elements in 128 bytes
+        const int lines = D / line, index = (blockIdx.x * 32 + thread) / 8;
+        const int row_head = index / lines;
+        if (thread % 8 == 0 && row_head < p.rows * p.q_heads)
+            prefetch_l2(p.q + row_head / p.q_heads * p.q_row + row_head % p.q_heads * p.q_head + index % lines * line);
+    }
+    // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
+    int early = 0;
+    if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];
+
+    work.request = blockIdx.z;
+    const int kv_heads = p.q_heads / p.group;
+    work.lane_block = blockIdx.y / kv_heads;
+    work.kv_head = blockIdx.y - work.lane_block * kv_heads;
+    work.first_row = p.query_start_loc[work.request * p.start_stride];
+    work.rows = p.query_start_loc[(work.request + 1) * p.start_stride] - work.first_row;
+    // What is not as documented touches nothing: rows outside q.
+    work.first_row = min(max(work.first_row, 0), p.rows);
+    work.rows = min(max(work.rows, 0), p.rows - work.first_row);
+    const long long capacity = static_cast<long long>(p.table_width) * p.page_size;
+    const int cap = capacity < 0x7FFFFFFF ? static_cast<int>(capacity) : 0x7FFFFFFF;
+    int longest = 0, shortest = 0x7FFFFFFF;
+#pragma unroll 1
+    for (int row = in_warp; row < work.rows; row += 32) {
+        const bool known = p.requests == 1 && work.first_row == 0 && row < 32;
+        const int length = min(known ? early : p.row_lengths[(work.first_row + row) * p.length_stride], cap);
+        longest = max(longest, length);
+        const bool mine = (row + 1) * p.group > work.lane_block * N && row * p.group < (work.lane_block + 1) * N;
+        if (mine && length > 0) shortest = min(shortest, length);
+    }
+    work.longest = __reduce_max_sync(0xFFFFFFFF, longest);
+    work.shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
+
+    const Segments segments = segments_of(work.longest);
+    if (blockIdx.x == 0) {
+        const int covered = gridDim.y / kv_heads * N / p.group;
+        const float nan = __uint_as_float(0x7FC00000);
+        if (work.lane_block == 0 && work.rows > covered)
+            fill_rows(p, work.first_row + covered, work.first_row + work.rows, work.kv_head, nan, thread, threads);
+        if (work.lane_block == 0 && segments.count == 0)
+            fill_rows(p, work.first_row, work.first_row + min(work.rows, covered), work.kv_head, 0.0f, thread, threads);
+    }
+    if (work.request == 0 && work.lane_block == 0) {
+        const int owned = min(max(p.query_start_loc[p.requests * p.start_stride], 0), p.rows);
+#pragma unroll 1
+        for (int row = owned + blockIdx.x; row < p.rows; row += gridDim.x)
+            fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, threads);
+    }
+    if (blockIdx.x >= segments.count || work.lane_block * N >= work.rows * p.group) return false;
+    const int first_tile = blockIdx.x * segments.tiles_each;
+    work.begin = first_tile * TILE;
+    work.tiles = min(max(segments.tiles - first_tile, 0), segments.tiles_each);
+    work.segments = segments.count;
+    work.unmasked = max(work.shortest - work.begin, 0) / TILE;
+    return true;
+}
+
+// Addresses in shared memory: Q^T as [16 dims][half of k][lane][8 k], and a length and a scale for each lane.
+struct QueryPlaces {
+    unsigned q, lengths, scales;
+};
+
+// q's lanes to Q^T in shared memory, as float16, and each lane's scale and length.
+//
+// A bfloat16 row is brought into float16's range by a power of two, which its lane's scale takes back: float16 then holds
+// each of its elements exactly down to 2^-31 of the largest.
+__device__ __forceinline__ void load_queries(const Params& p, const Work& work, const QueryPlaces& at, int thread, int threads) {
+    constexpr int parts = D / 8;
+#pragma unroll 1
+    for (int item = thread; item < N * parts; item += threads) {
+        const int lane = item / parts, part = item % parts;
+        const int pair = work.lane_block * N + lane;
+        const int row = pair / p.group, head = pair - row * p.group;
+        const bool real = row < work.rows;
+        unsigned word[4] = {0, 0, 0, 0};
+        if (real && !p.zero_q) {
+            const unsigned short* from = p.q + (work.first_row + row) * p.q_row +
+                                         (work.kv_head * p.group + head) * p.q_head + part * 8;
+            if (p.q_aligned) {
+                const uint4 v = *reinterpret_cast<const uint4*>(from);
+                word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) word[i] = from[2 * i] | static_cast<unsigned>(from[2 * i + 1]) << 16;
+            }
+        }
+        float scale = p.zero_q ? 1.0f : p.scale;
+        if constexpr (same_type<Value, bfloat16>) {
+            unsigned largest = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                largest = max(largest, max(word[i] & 0x7FFF, (word[i] >> 16) & 0x7FFF));
+#pragma unroll
+            for (int mask = parts / 2; mask > 0; mask /= 2)
+                largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, mask));
+            int exponent = static_cast<int>(largest >> 7) - 127;
+            if (largest == 0 || exponent == 128) exponent = 14;
+            exponent = max(exponent, -100);
+            const float factor = __uint_as_float((127 + 14 - exponent) << 23);
+            // In two steps, since the whole factor may leave float's range.
+            scale = scale * __uint_as_float((127 + exponent / 2) << 23) *
+                    __uint_as_float((127 + exponent - exponent / 2 - 14) << 23);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                word[i] = cvt_f16x2(__uint_as_float(word[i] & 0xFFFF0000) * factor, __uint_as_float(word[i] << 16) * factor);
+        }
+        if (p.negate_q) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) word[i] ^= 0x80008000;
+        }
+        // Dim 4t + r of a chunk is element 2t + r % 2 of half r / 2 of k: what a thread has after it converts 4 codes.
+        const unsigned to = at.q + part / 2 * (32 * N) + lane * 16 + part % 2 * 8;
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(word[0]), "r"(word[2]) : "memory");
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16 * N), "r"(word[1]), "r"(word[3]) : "memory");
+        if (part == 0) {
+            int length = real ? p.row_lengths[(work.first_row + row) * p.length_stride] : 0;
+            // Lanes that see nothing compute along, so that no tile is masked for their sake; their sum is dropped.
+            if (length <= 0) length = 0x7FFFFFFF;
+            store_shared(at.lengths + lane * 4, length);
+            store_shared(at.scales + lane * 4, __float_as_uint(scale));
+        }
+    }
+}
+
+// A page that is not there is -1: its tokens are unseen.
+__device__ __forceinline__ int page_in(const Params& p, int page) { return page >= 0 && page < p.num_pages ? page : -1; }
