@@ -151,15 +151,23 @@ class FakeCuPy:
         self.cuda = SimpleNamespace(
             Device=lambda: SimpleNamespace(compute_capability="90"),
             runtime=SimpleNamespace(getDevice=lambda: self.current),
-            nvrtc=SimpleNamespace(getVersion=nvrtc.version),
-            compiler=SimpleNamespace(compile_using_nvrtc=self._compile),
+            nvrtc=SimpleNamespace(
+                getVersion=nvrtc.version,
+                createProgram=lambda text, name, headers, names: [text, name, None],
+                compileProgram=self._compile,
+                getCUBIN=lambda program: program[2],
+                destroyProgram=list.clear,
+                NVRTCError=nvrtc.CompileError,
+            ),
         )
 
-    def _compile(self, text, options, arch, filename):
-        self.compiled.append(filename)
+    def _compile(self, program, options):
+        text, name, _ = program
+        self.compiled.append(name)
         assert options[: len(nvrtc.OPTIONS)] == nvrtc.OPTIONS
-        defines = dict(option.removeprefix("-D").split("=") for option in options[len(nvrtc.OPTIONS) :])
-        return nvrtc.compile_text(text, filename, "sm_90", defines).cubin, None
+        assert options[-1] == "-arch=sm_90"
+        defines = dict(option.removeprefix("-D").split("=") for option in options[len(nvrtc.OPTIONS) : -1])
+        program[2] = nvrtc.compile_text(text, name, "sm_90", defines).cubin
 
     def RawModule(self, path):
         content = Path(path).read_bytes()

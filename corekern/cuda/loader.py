@@ -1,4 +1,4 @@
-"""Kernels ready to launch: compiled on first use by CuPy's NVRTC, kept by device, source and constants.
+"""Kernels ready to launch: compiled on first use by the NVRTC that CuPy has loaded, kept by device, source and constants.
 
 CuPy's own way from source to kernel always adds -ftz=true, which would flush the subnormal floats that carry
 small FP8 values, so the cubin is made here, with the options that the tests compile with, and CuPy loads it.
@@ -87,12 +87,25 @@ def _cubin(source: str, text: str, options: tuple[str, ...], arch: str) -> Path:
     key = repr((text, options, arch, cupy().cuda.nvrtc.getVersion()))
     path = _cache_folder() / f"corekern-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     if not path.exists():
-        binary, _ = cupy().cuda.compiler.compile_using_nvrtc(text, options, arch, source)
+        binary = _compile(source, text, (*options, f"-arch=sm_{arch}"))
         # Written aside and renamed: another process may read or write the same file.
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(binary if isinstance(binary, bytes) else binary.encode())
+            file.write(binary)
         os.replace(file.name, path)
     return path
+
+
+def _compile(source: str, text: str, options: tuple[str, ...]) -> bytes:
+    """The cubin of a text; CuPy's own function for this knows no architecture-specific targets such as sm_90a."""
+    nvrtc = cupy().cuda.nvrtc
+    program = nvrtc.createProgram(text, source, (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{source}, {options}:\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 @functools.cache

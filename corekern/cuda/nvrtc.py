@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from corekern.cuda import sources
 
-# What loader.py compiles with too, and what CuPy adds there: both ways make the same program.
-OPTIONS = ("--std=c++17",)
-_AS_CUPY = ("--device-as-default-execution-space",)
+# What loader.py compiles with too: both ways make the same program.
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 
 
 class CompileError(RuntimeError):
@@ -63,7 +62,6 @@ def compile_text(text: str, name: str, arch: str, defines: Mapping[str, str]) ->
     nvrtc = _bindings()
     options = [
         *OPTIONS,
-        *_AS_CUPY,
         f"--gpu-architecture={arch}",
         "--ptxas-options=-v",
         *(f"-D{constant}={value}" for constant, value in defines.items()),
