@@ -118,13 +118,6 @@ __device__ __forceinline__ bool find_work(const Params& p, Work& work, int threa
     // trips to memory that follow one another takes most of a microsecond.
     if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
         prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
-    if (p.requests == 1 && thread < 32) {
-        constexpr int line = 64;  // elements in 128 bytes
-        const int lines = D / line, index = (blockIdx.x * 32 + thread) / 8;
-        const int row_head = index / lines;
-        if (thread % 8 == 0 && row_head < p.rows * p.q_heads)
-            prefetch_l2(p.q + row_head / p.q_heads * p.q_row + row_head % p.q_heads * p.q_head + index % lines * line);
-    }
     // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
     int early = 0;
     if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];
@@ -176,41 +169,67 @@ __device__ __forceinline__ bool find_work(const Params& p, Work& work, int threa
     return true;
 }
 
-// Addresses in shared memory: Q^T as [16 dims][half of k][lane][8 k], and a length and a scale for each lane.
-struct QueryPlaces {
-    unsigned q, lengths, scales;
+// What one thread fetches of q, eight elements an item, and the lengths of the lanes that it begins.
+template <int THREADS> struct Queries {
+    static constexpr int items = (N * D / 8 + THREADS - 1) / THREADS;
+    unsigned word[items][4];
+    int length[items];
 };
 
-// q's lanes to Q^T in shared memory, as float16, and each lane's scale and length.
-//
-// A bfloat16 row is brought into float16's range by a power of two, which its lane's scale takes back: float16 then holds
-// each of its elements exactly down to 2^-31 of the largest.
-__device__ __forceinline__ void load_queries(const Params& p, const Work& work, const QueryPlaces& at, int thread, int threads) {
+// Asks for q and the lengths; nothing waits for them yet.
+template <int THREADS>
+__device__ __forceinline__ Queries<THREADS> load_queries(const Params& p, int kv_head, int lane_block, int first_row, int rows, int thread) {
     constexpr int parts = D / 8;
-#pragma unroll 1
-    for (int item = thread; item < N * parts; item += threads) {
-        const int lane = item / parts, part = item % parts;
-        const int pair = work.lane_block * N + lane;
+    Queries<THREADS> queries;
+#pragma unroll
+    for (int i = 0; i < queries.items; ++i) {
+        const int item = thread + i * THREADS, lane = item / parts, part = item % parts;
+        const int pair = lane_block * N + lane;
         const int row = pair / p.group, head = pair - row * p.group;
-        const bool real = row < work.rows;
-        unsigned word[4] = {0, 0, 0, 0};
+        const bool real = lane < N && row < rows;
+        unsigned(&word)[4] = queries.word[i];
+        word[0] = word[1] = word[2] = word[3] = 0;
+        queries.length[i] = 0;
+        if (real && part == 0) queries.length[i] = p.row_lengths[(first_row + row) * p.length_stride];
         if (real && !p.zero_q) {
-            const unsigned short* from = p.q + (work.first_row + row) * p.q_row +
-                                         (work.kv_head * p.group + head) * p.q_head + part * 8;
+            const unsigned short* from = p.q + (first_row + row) * p.q_row + (kv_head * p.group + head) * p.q_head + part * 8;
             if (p.q_aligned) {
                 const uint4 v = *reinterpret_cast<const uint4*>(from);
                 word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) word[i] = from[2 * i] | static_cast<unsigned>(from[2 * i + 1]) << 16;
+                for (int k = 0; k < 4; ++k) word[k] = from[2 * k] | static_cast<unsigned>(from[2 * k + 1]) << 16;
             }
         }
+    }
+    return queries;
+}
+
+// Addresses in shared memory: Q^T as [16 dims][half of k][lane][8 k], and a length and a scale for each lane.
+struct QueryPlaces {
+    unsigned q, lengths, scales;
+};
+
+// What was loaded to Q^T in shared memory, as float16, and each lane's scale and length.
+//
+// A bfloat16 row is brought into float16's range by a power of two, which its lane's scale takes back: float16 then holds
+// each of its elements exactly down to 2^-31 of the largest.
+template <int THREADS>
+__device__ __forceinline__ void store_queries(const Params& p, const Work& work, Queries<THREADS>& queries, const QueryPlaces& at, int thread) {
+    constexpr int parts = D / 8;
+#pragma unroll
+    for (int i = 0; i < queries.items; ++i) {
+        const int item = thread + i * THREADS, lane = item / parts, part = item % parts;
+        if (N * parts % THREADS != 0 && lane >= N) break;
+        const bool real = (work.lane_block * N + lane) / p.group < work.rows;
+        unsigned(&word)[4] = queries.word[i];
+        if (!real) word[0] = word[1] = word[2] = word[3] = 0;
         float scale = p.zero_q ? 1.0f : p.scale;
         if constexpr (same_type<Value, bfloat16>) {
             unsigned largest = 0;
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                largest = max(largest, max(word[i] & 0x7FFF, (word[i] >> 16) & 0x7FFF));
+            for (int k = 0; k < 4; ++k)
+                largest = max(largest, max(word[k] & 0x7FFF, (word[k] >> 16) & 0x7FFF));
 #pragma unroll
             for (int mask = parts / 2; mask > 0; mask /= 2)
                 largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, mask));
@@ -222,21 +241,20 @@ __device__ __forceinline__ void load_queries(const Params& p, const Work& work, 
             scale = scale * __uint_as_float((127 + exponent / 2) << 23) *
                     __uint_as_float((127 + exponent - exponent / 2 - 14) << 23);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                word[i] = cvt_f16x2(__uint_as_float(word[i] & 0xFFFF0000) * factor, __uint_as_float(word[i] << 16) * factor);
+            for (int k = 0; k < 4; ++k)
+                word[k] = cvt_f16x2(__uint_as_float(word[k] & 0xFFFF0000) * factor, __uint_as_float(word[k] << 16) * factor);
         }
         if (p.negate_q) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) word[i] ^= 0x80008000;
+            for (int k = 0; k < 4; ++k) word[k] ^= 0x80008000;
         }
         // Dim 4t + r of a chunk is element 2t + r % 2 of half r / 2 of k: what a thread has after it converts 4 codes.
         const unsigned to = at.q + part / 2 * (32 * N) + lane * 16 + part % 2 * 8;
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(word[0]), "r"(word[2]) : "memory");
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16 * N), "r"(word[1]), "r"(word[3]) : "memory");
         if (part == 0) {
-            int length = real ? p.row_lengths[(work.first_row + row) * p.length_stride] : 0;
             // Lanes that see nothing compute along, so that no tile is masked for their sake; their sum is dropped.
-            if (length <= 0) length = 0x7FFFFFFF;
+            const int length = real && queries.length[i] > 0 ? min(queries.length[i], 0x7FFFFFFE) : 0x7FFFFFFF;
             store_shared(at.lengths + lane * 4, length);
             store_shared(at.scales + lane * 4, __float_as_uint(scale));
         }

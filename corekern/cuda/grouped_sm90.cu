@@ -24,14 +24,13 @@
 #include "grouped_combine.cuh"
 #include "wgmma.cuh"
 
-constexpr int CHAIN = 64;  // head_dim elements in one uncompensated product
 constexpr int STAGES = 5;
 
 constexpr int SCORE_GROUPS = 2;
 constexpr int VALUE_GROUPS = D >= 128 ? 2 : 1;
 constexpr int BLOCKS = D / 64 / VALUE_GROUPS;  // m64 blocks of a value warpgroup
+constexpr int SCORE_WARPS = 4 * SCORE_GROUPS;
 constexpr int VALUE_WARPS = 4 * VALUE_GROUPS;
-constexpr int VALUE_THREADS = 32 * VALUE_WARPS;
 constexpr int THREADS = 128 * (SCORE_GROUPS + VALUE_GROUPS);
 
 // A row of a buffer is up to 128 bytes of one token; longer tokens take several halves, one after the other. The
@@ -49,38 +48,38 @@ constexpr int P_BYTES = 2 * P_HALF;
 constexpr int MATRIX = 128;
 constexpr int GROUP_STRIDE = N / 8 * MATRIX;
 
-// A value warp's own: the weights of the tile and of the past, and the reference, maximum and sum so far; [5][lane].
-constexpr int RUNNING = 2 * N * 4;
-constexpr int WARP_STATE = 5 * N * 4;
-
 constexpr int AT_K = 0;
 constexpr int AT_V = AT_K + STAGES * TILE_BYTES;
 constexpr int AT_Q = AT_V + STAGES * TILE_BYTES;
 constexpr int AT_P = AT_Q + Q_BYTES;
-constexpr int AT_PEAK = AT_P + SCORE_GROUPS * P_BYTES;              // [group][3][lane], as ordered integers
-constexpr int AT_TILE_MAX = AT_PEAK + SCORE_GROUPS * 3 * N * 4;     // [group][lane]
-constexpr int AT_TILE_SUM = AT_TILE_MAX + SCORE_GROUPS * N * 4;     // [group][warp][lane]
-constexpr int AT_WEIGHT = AT_TILE_SUM + SCORE_GROUPS * 4 * N * 4;   // [value warp][WARP_STATE]
-constexpr int AT_SCALE = AT_WEIGHT + VALUE_WARPS * WARP_STATE;      // [lane]
+constexpr int AT_REFERENCE = AT_P + SCORE_GROUPS * P_BYTES;          // [lane]
+constexpr int AT_PAST = AT_REFERENCE + N * 4;                        // [group][lane]
+constexpr int AT_PEAK = AT_PAST + SCORE_GROUPS * N * 4;              // [group][lane], as ordered integers
+constexpr int AT_MAXIMA = AT_PEAK + SCORE_GROUPS * N * 4;            // [score warp][lane]
+constexpr int AT_SUMS = AT_MAXIMA + SCORE_WARPS * N * 4;             // [score warp][lane]
+constexpr int AT_FACTOR = AT_SUMS + SCORE_WARPS * N * 4;             // [value warp][lane]
+constexpr int AT_SCALE = AT_FACTOR + VALUE_WARPS * N * 4;            // [lane]
 constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
 constexpr int AT_SEEN = AT_LENGTH + N * 4;                          // [stage], a bit a token
 constexpr int AT_BARRIERS = AT_SEEN + STAGES * 8;
 constexpr int FULL_K = AT_BARRIERS, FULL_V = FULL_K + STAGES * 8, FULL_P = FULL_V + STAGES * 8,
-              EMPTY_P = FULL_P + SCORE_GROUPS * 8;
-constexpr int AT_LAST = EMPTY_P + SCORE_GROUPS * 8;
+              EMPTY_P = FULL_P + SCORE_GROUPS * 8, SETTLED = EMPTY_P + SCORE_GROUPS * 8;
+constexpr int AT_MOVED = SETTLED + SCORE_GROUPS * 8;                 // [group], the last of its tiles that moved the reference
+constexpr int AT_LAST = AT_MOVED + SCORE_GROUPS * 8;
 constexpr int AT_WORK = AT_LAST + 16;
 constexpr int SHARED_BYTES = AT_WORK + 64;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "the launcher asks for SHARED_LIMIT bytes");
 
-// The reference of the numerator moves only when a tile's maximum exceeds it by this much: the numerator is FP32 and
-// has room, and most tiles need no rescaling.
-constexpr float SLACK = 10.0f;
+// The reference moves only when a score exceeds it by more than this: 2^SLACK times P_SCALE is what float16 can hold.
+constexpr float SLACK = 4.0f;
+// The reference where nothing was seen yet: finite, so that what is unseen stays a probability of 0.
+constexpr float NOTHING = -3.402823466e38f;
 
 // Registers: 512 threads are launched with 128 each; the value warpgroups need more of them.
 #if HEAD_DIM == 256 && LANES > 32
 #ifndef SCORE_REGISTERS
-#define SCORE_REGISTERS 112
-#define VALUE_REGISTERS 144
+#define SCORE_REGISTERS 120
+#define VALUE_REGISTERS 136
 #endif
 #endif
 #define TEXT_OF(x) #x
@@ -126,6 +125,12 @@ __device__ __forceinline__ unsigned non_finite(unsigned codes) {
     constexpr unsigned all = same_type<Format, fp8_e4m3> ? 0x7F7F7F7F : 0x7C7C7C7C;
     constexpr unsigned one = same_type<Format, fp8_e4m3> ? 0x01010101 : 0x04040404;
     return ((codes & all) + one) & 0x80808080;
+}
+
+// What such a code, the low byte, stands for.
+__device__ __forceinline__ float non_finite_value(unsigned code) {
+    const bool infinite = same_type<Format, fp8_e5m2> && (code & 0x7F) == 0x7C;
+    return __uint_as_float((infinite ? 0x7F800000 : 0x7FC00000) | (code & 0x80) << 24);
 }
 
 // Reduces each of COUNT pairs over the eight threads with the same t. Halves are exchanged where the count is even, so that
@@ -295,7 +300,8 @@ __device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, un
         fetch_chunks(p, work.kv_head, base, tile, places, in_warp);
 }
 
-// S^T of one tile: compensated sums over head_dim, the tile's maximum and P.
+// S^T of every other tile, and P. The probabilities of all tiles are relative to one reference a lane, which the score
+// warpgroups pass from tile to tile. Most tiles leave it as it is: then a tile costs one vote and no maximum.
 __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
     const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
     const int t = in_warp % 4;
@@ -309,10 +315,24 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
     const unsigned p_at = base + AT_P + group * P_BYTES;
     const unsigned p_row = p_at + (in_warp >= 16 ? P_HALF : 0) + (2 * warp + ((in_warp >> 3) & 1)) * GROUP_STRIDE +
                            (in_warp & 7) * 16;
-    const unsigned peaks = base + AT_PEAK + group * 3 * N * 4;
     const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
     const int warp_in_group = uniform(warp);
-    int turn = 0, fetched = -1;
+    int fetched = -1;
+    // Of this thread's tokens, relative to the reference, and of its unscaled scores.
+    float sums[2 * PAIRS], peaks[2 * PAIRS];
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; ++i) sums[i] = 0.0f, peaks[i] = -INFINITE;
+
+    // What was summed so far, relative to the reference that a tile moved.
+    auto follow = [&](int tile) {
+        if (load_shared(base + AT_MOVED + tile % SCORE_GROUPS * 4) != tile) return;
+        const unsigned past = base + AT_PAST + tile % SCORE_GROUPS * N * 4 + 2 * (thread_anew() % 4) * 4;
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            const float2 factor = load_shared_pair(past + 8 * j * 4);
+            sums[2 * j] *= factor.x, sums[2 * j + 1] *= factor.y;
+        }
+    };
 
 #pragma unroll 1
     for (int tile = group; tile < tiles; tile += SCORE_GROUPS) {
@@ -320,12 +340,14 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         const unsigned k_at = base + AT_K + stage * TILE_BYTES;
         mbarrier_wait(base + FULL_K + stage * 8, (tile / STAGES) & 1);
 
-        float s[4 * PAIRS], lost[4 * PAIRS], chain[4 * PAIRS];
+        // Two chains over half of head_dim each, and one addition: its rounding is the only one outside the tensor core.
+        constexpr int STEPS = D / 64;
+        float s[4 * PAIRS], rest[4 * PAIRS];
         unsigned raw[2][4];
         load_matrices(raw[0], k_chunks(k_at, 0));
         load_matrices(raw[1], k_chunks(k_at, 2));
 #pragma unroll
-        for (int c = 0; c < D / CHAIN; ++c) {
+        for (int c = 0; c < STEPS; ++c) {
             unsigned a[4][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -337,15 +359,16 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_f16<0>(c == 0 ? s : chain, a[i], wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX), i > 0);
+                wgmma_f16<0>(2 * c < STEPS ? s : rest, a[i], wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX),
+                             i > 0 || (c != 0 && 2 * c != STEPS));
             wgmma_commit();
-            if (c + 1 < D / CHAIN) {
+            if (c + 1 < STEPS) {
                 load_matrices(raw[0], k_chunks(k_at, 4 * (c + 1)));
                 load_matrices(raw[1], k_chunks(k_at, 4 * (c + 1) + 2));
             }
             // A warp has time while its products run, and none after: the others wait for it at the next ones. So the tile
             // that takes the place of the last but one is fetched here, if nothing reads that any more.
-            if (c + 1 == D / CHAIN && warp_in_group == 0 && tile >= SCORE_GROUPS && tile - SCORE_GROUPS + STAGES < tiles) {
+            if (c + 1 == STEPS && warp_in_group == 0 && tile >= SCORE_GROUPS && tile - SCORE_GROUPS + STAGES < tiles) {
                 const bool empty = mbarrier_test(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
                 if (__all_sync(0xFFFFFFFF, empty)) {
                     fetch_tile(p, work, base, tile - SCORE_GROUPS + STAGES, thread_anew() % 32);
@@ -353,20 +376,12 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
                 }
             }
             wgmma_wait<0>();
-            if (c == 0)
-                wgmma_settle(s);
-            else
-                wgmma_settle(chain);
-            // Kahan: what an addition lost is taken from the next addend.
-            if (c > 0) {
+        }
+        wgmma_settle(s);
+        if constexpr (STEPS > 1) {
+            wgmma_settle(rest);
 #pragma unroll
-                for (int i = 0; i < 4 * PAIRS; ++i) {
-                    const float y = c == 1 ? chain[i] : __fsub_rn(chain[i], lost[i]);
-                    const float sum = __fadd_rn(s[i], y);
-                    if (c + 1 < D / CHAIN) lost[i] = __fsub_rn(__fsub_rn(sum, s[i]), y);
-                    s[i] = sum;
-                }
-            }
+            for (int i = 0; i < 4 * PAIRS; ++i) s[i] = __fadd_rn(s[i], rest[i]);
         }
 
         const unsigned seen_low = load_shared(base + AT_SEEN + stage * 8);
@@ -388,10 +403,32 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
                 }
             }
         }
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) peaks[2 * j + e] = fmaxf(peaks[2 * j + e], fmaxf(s[4 * j + e], s[4 * j + 2 + e]));
 
-        // The maximum of each lane over the tile: in the warp, then over the warps. Of three sets of maxima, the next is
-        // cleared while this one is gathered: its last readers passed the barrier in between.
-        {
+        if (tile > 0) {
+            mbarrier_wait(base + SETTLED + (tile - 1) % SCORE_GROUPS * 8, ((tile - 1) / SCORE_GROUPS) & 1);
+            follow(tile - 1);
+        }
+        float x[4 * PAIRS];
+        auto relate = [&]() {
+            bool over = false;
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                const float2 reference = load_shared_pair(base + AT_REFERENCE + (8 * j + 2 * t) * 4);
+                const float2 scale = load_shared_pair(base + AT_SCALE + (8 * j + 2 * t) * 4);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    x[4 * j + i] = __fmaf_rn(s[4 * j + i], i % 2 ? scale.y : scale.x, i % 2 ? -reference.y : -reference.x);
+                    over |= x[4 * j + i] > SLACK;
+                }
+            }
+            return over;
+        };
+        if (barrier_any(1 + group, 128, relate())) {
+            // The tile's maximum of each lane: in the warp, then over the warps.
             const int thread = thread_anew() % 128, t = thread % 4;
             float peak[2 * PAIRS];
 #pragma unroll
@@ -401,37 +438,41 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             }
             int first = 0;
             reduce_pairs<Larger, PAIRS>(peak, first, Larger());
-            const int next = turn == 2 ? 0 : turn + 1;
-            if (thread < N) store_shared(peaks + (next * N + thread) * 4, ordered(__float_as_int(-INFINITE)));
-            const unsigned to = peaks + (turn * N + 8 * first + 2 * t) * 4;
+            const unsigned to = base + AT_PEAK + (group * N + 8 * first + 2 * t) * 4;
             if ((threadIdx.x & SAME_RESULTS) == 0)
 #pragma unroll
             for (int i = 0; i < PAIRS_LEFT; ++i) {
                 max_shared(to + i * 32, ordered(__float_as_int(peak[2 * i])));
                 max_shared(to + i * 32 + 4, ordered(__float_as_int(peak[2 * i + 1])));
             }
+            // What the value warpgroups still need of the tile before last is in the same place.
+            mbarrier_wait(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
+            barrier_sync(1 + group, 128);
+            if (thread < N) {
+                const float old = load_shared_float(base + AT_REFERENCE + thread * 4);
+                const float highest = __int_as_float(ordered(load_shared(base + AT_PEAK + (group * N + thread) * 4))) *
+                                      load_shared_float(base + AT_SCALE + thread * 4);
+                const float now = highest - old > SLACK ? highest : old;
+                store_shared(base + AT_PEAK + (group * N + thread) * 4, ordered(__float_as_int(-INFINITE)));
+                store_shared(base + AT_REFERENCE + thread * 4, __float_as_uint(now));
+                store_shared(base + AT_PAST + (group * N + thread) * 4, __float_as_uint(now == old ? 1.0f : exp2_approx(old - now)));
+            }
+            if (thread == 0) store_shared(base + AT_MOVED + group * 4, tile);
+            barrier_sync(1 + group, 128);
+            follow(tile);
+            relate();
         }
-        barrier_sync(1 + group, 128);
-        const unsigned from = peaks + turn * N * 4;
-        turn = turn == 2 ? 0 : turn + 1;
+        __syncwarp();
+        if (thread == 0) mbarrier_arrive(base + SETTLED + group * 8);
 
-        float sums[2 * PAIRS];
         unsigned high[PAIRS][2], residual[PAIRS][2];
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) {
-            const float2 codes = load_shared_pair(from + (8 * j + 2 * t) * 4);
-            const float2 scale = load_shared_pair(base + AT_SCALE + (8 * j + 2 * t) * 4);
-            float maximum[2] = {__int_as_float(ordered(__float_as_int(codes.x))) * scale.x,
-                                __int_as_float(ordered(__float_as_int(codes.y))) * scale.y};
-            // Nothing seen: any finite reference makes exp2(-inf - reference) the 0 it should be.
-#pragma unroll
-            for (int e = 0; e < 2; ++e) maximum[e] = maximum[e] == -INFINITE ? 0.0f : maximum[e];
             float probability[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                probability[i] = P_SCALE * exp2_approx(__fmaf_rn(s[4 * j + i], i % 2 ? scale.y : scale.x, -maximum[i % 2]));
-            sums[2 * j] = probability[0] + probability[2];
-            sums[2 * j + 1] = probability[1] + probability[3];
+            for (int i = 0; i < 4; ++i) probability[i] = P_SCALE * exp2_approx(x[4 * j + i]);
+            sums[2 * j] += probability[0] + probability[2];
+            sums[2 * j + 1] += probability[1] + probability[3];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float x = probability[2 * i], y = probability[2 * i + 1];
@@ -440,22 +481,10 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
                     cvt_f16x2(__fsub_rn(y, cvt_f32_f16(high[j][i] >> 16)), __fsub_rn(x, cvt_f32_f16(high[j][i])));
             }
         }
-        int first = 0;
-        reduce_pairs<Total, PAIRS>(sums, first, Total());
         mbarrier_wait(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j)
             store_matrices(p_row + j * MATRIX, high[j][0], high[j][1], residual[j][0], residual[j][1]);
-        const int anew = thread_anew() % 128, warp_anew = anew / 32;
-        if (const int thread = anew; thread < N) {
-            const float maximum = __int_as_float(ordered(load_shared(from + thread * 4)));
-            store_shared(base + AT_TILE_MAX + (group * N + thread) * 4,
-                         __float_as_uint(maximum * load_shared_float(base + AT_SCALE + thread * 4)));
-        }
-#pragma unroll
-        for (int i = 0; i < PAIRS_LEFT; ++i)
-            store_shared_pair(base + AT_TILE_SUM + ((group * 4 + warp_anew) * N + 8 * (first + i) + 2 * (anew % 4)) * 4, sums[2 * i],
-                              sums[2 * i + 1]);
         fence_proxy_async();
         __syncwarp();
         if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
@@ -464,70 +493,47 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         if (warp_in_group == 0 && tile >= SCORE_GROUPS && later < tiles && fetched != tile)
             fetch_tile(p, work, base, later, thread_anew() % 32);
     }
-}
 
-// Each value warp keeps its own copy of the lanes' running state, in shared memory: registers are short.
-__device__ __forceinline__ void start_state(unsigned running, int in_warp) {
-    for (int lane = in_warp; lane < N; lane += 32) {
-        store_shared(running + lane * 4, __float_as_uint(-INFINITE));
-        store_shared(running + (N + lane) * 4, __float_as_uint(-INFINITE));
-        store_shared(running + (2 * N + lane) * 4, 0);
+    // The last tile was another warpgroup's.
+    if ((tiles - 1) % SCORE_GROUPS != group && tiles > group) {
+        mbarrier_wait(base + SETTLED + (tiles - 1) % SCORE_GROUPS * 8, ((tiles - 1) / SCORE_GROUPS) & 1);
+        follow(tiles - 1);
     }
-}
-
-// Weighs a tile into the state (one warp keeps the sums) and leaves the numerators' weights in shared memory; whether the past is rescaled.
-__device__ __forceinline__ bool weigh_tile(unsigned base, int group) {
-    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
-    const unsigned weights = base + AT_WEIGHT + warp * WARP_STATE, running = weights + RUNNING;
-    const bool sums = warp == 0;
-    bool moved = false;
+    int first = 0, first_again = 0;
+    reduce_pairs<Total, PAIRS>(sums, first, Total());
+    reduce_pairs<Larger, PAIRS>(peaks, first_again, Larger());
+    const unsigned to = ((4 * group + warp) * N + 8 * first + 2 * t) * 4;
 #pragma unroll
-    for (int i = 0; i < (N + 31) / 32; ++i) {
-        const int lane = in_warp + 32 * i;
-        if (lane < N) {
-            const float maximum = load_shared_float(base + AT_TILE_MAX + (group * N + lane) * 4);
-            const float old = load_shared_float(running + lane * 4);
-            const bool first = old == -INFINITE;
-            const float reference = first || maximum > old + SLACK ? maximum : old;
-            const float past = first || reference == old ? 1.0f : exp2_approx(old - reference);
-            const float tile = maximum == -INFINITE ? 0.0f : exp2_approx(maximum - reference);
-            moved |= past != 1.0f;
-            store_shared(running + lane * 4, __float_as_uint(reference));
-            store_shared(running + (N + lane) * 4,
-                         __float_as_uint(fmaxf(load_shared_float(running + (N + lane) * 4), maximum)));
-            if (sums) {
-                float sum = load_shared_float(base + AT_TILE_SUM + (group * 4 * N + lane) * 4);
-#pragma unroll
-                for (int w = 1; w < 4; ++w)
-                    sum += load_shared_float(base + AT_TILE_SUM + ((group * 4 + w) * N + lane) * 4);
-                store_shared(running + (2 * N + lane) * 4,
-                             __float_as_uint(__fmaf_rn(tile, sum, past * load_shared_float(running + (2 * N + lane) * 4))));
-            }
-            store_shared(weights + lane * 4, __float_as_uint(tile));
-            store_shared(weights + (N + lane) * 4, __float_as_uint(past));
-        }
+    for (int i = 0; i < PAIRS_LEFT; ++i) {
+        store_shared_pair(base + AT_SUMS + to + i * 32, sums[2 * i], sums[2 * i + 1]);
+        store_shared_pair(base + AT_MAXIMA + to + i * 32, peaks[2 * i], peaks[2 * i + 1]);
     }
-    return __any_sync(0xFFFFFFFF, moved);
 }
 
 // Writes a value warp's part of the block's numerator, relative to the true maximum and without the factor of P.
 __device__ __forceinline__ void store_partial(const Params& p, const Work& work, unsigned base, const float (&numerator)[BLOCKS][4 * PAIRS]) {
-    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - 4 * SCORE_GROUPS;
+    const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - SCORE_WARPS;
     const int g = in_warp / 4, t = in_warp % 4, chunk = warp * BLOCKS;
-    const unsigned weights = base + AT_WEIGHT + warp * WARP_STATE, running = weights + RUNNING;
+    const unsigned factors = base + AT_FACTOR + warp * N * 4;
     const long long partial = partial_of(work, blockIdx.x);
 #pragma unroll
     for (int i = 0; i < (N + 31) / 32; ++i) {
         const int lane = in_warp + 32 * i;
         if (lane < N) {
-            const float reference = load_shared_float(running + lane * 4);
-            const float maximum = load_shared_float(running + (N + lane) * 4);
-            const float factor = reference == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
-            store_shared(weights + lane * 4, __float_as_uint(factor));
+            float maximum = -INFINITE, sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < SCORE_WARPS; ++w) {
+                maximum = fmaxf(maximum, load_shared_float(base + AT_MAXIMA + (w * N + lane) * 4));
+                if (warp == 0) sum += load_shared_float(base + AT_SUMS + (w * N + lane) * 4);
+            }
+            maximum *= load_shared_float(base + AT_SCALE + lane * 4);
+            const float reference = load_shared_float(base + AT_REFERENCE + lane * 4);
+            const float factor = maximum == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
+            store_shared(factors + lane * 4, __float_as_uint(factor));
             if (warp == 0) {
                 const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
                 __stcg(p.maxima + partial + lane, idle ? -INFINITE : maximum);
-                __stcg(p.sums + partial + lane, idle ? 0.0f : load_shared_float(running + (2 * N + lane) * 4) * factor);
+                __stcg(p.sums + partial + lane, idle ? 0.0f : sum * factor);
             }
         }
     }
@@ -535,7 +541,7 @@ __device__ __forceinline__ void store_partial(const Params& p, const Work& work,
     // Eight threads store 64 contiguous bytes.
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
-        const float2 factor = load_shared_pair(weights + (8 * j + 2 * t) * 4);
+        const float2 factor = load_shared_pair(factors + (8 * j + 2 * t) * 4);
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -547,61 +553,77 @@ __device__ __forceinline__ void store_partial(const Params& p, const Work& work,
     }
 }
 
-// O^T: this warpgroup's dims of every tile, then the partial.
-__device__ __forceinline__ void value_warpgroup(const Params& p, const Work& work, unsigned base, int group) {
+// O^T: this warpgroup's dims of every tile.
+__device__ __forceinline__ void value_warpgroup(const Work& work, unsigned base, int group, float (&numerator)[BLOCKS][4 * PAIRS]) {
     const int thread = threadIdx.x & 127, warp = thread / 32, in_warp = thread % 32;
     // This warp's 16-byte chunks of a token: one a block. A row of the product is an even dim (g) or an odd one (g + 8).
     const int chunk = (4 * group + warp) * BLOCKS;
     // ldmatrix: matrices are tokens 0-7 and 8-15, then of the next chunk, or, when there is one chunk, tokens 16-31.
     const unsigned v_row = swizzled((in_warp & 15) + (BLOCKS == 1 ? (in_warp & 16) : 0), chunk + (BLOCKS == 2 ? in_warp >> 4 : 0));
-    // Where this thread's pairs of lanes have their weights.
-    const unsigned weights = base + AT_WEIGHT + (4 * group + warp) * WARP_STATE + 8 * (in_warp % 4);
-    start_state(base + AT_WEIGHT + (4 * group + warp) * WARP_STATE + RUNNING, in_warp);
-    float numerator[BLOCKS][4 * PAIRS];
+    const int tiles = uniform(work.tiles), unmasked = uniform(work.unmasked);
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
         for (int i = 0; i < 4 * PAIRS; ++i) numerator[b][i] = 0.0f;
 
-#pragma unroll 1
-    for (int tile = 0; tile < uniform(work.tiles); ++tile) {
-        const int stage = tile % STAGES, source = tile % SCORE_GROUPS;
-        const unsigned v_at = base + AT_V + stage * TILE_BYTES;
-        const unsigned p_at = base + AT_P + source * P_BYTES;
-        const bool masked = tile >= uniform(work.unmasked);
-        bool bad = false;
+    // Units of one run and one block, each from fresh accumulators. Two are in flight while the third is converted.
+    constexpr int UNITS = 2 * BLOCKS;
+    float fresh[2][4 * PAIRS];
+    unsigned raw[2][4];   // a run's codes: [k16 step][token half, of each block]
+    unsigned a[3][2][4];  // [unit % 3][k16 step]
+    bool bad = false;
+    auto load_run = [&](int tile, int run, bool& bad) {
+        const unsigned v_at = base + AT_V + tile % STAGES * TILE_BYTES;
+        if constexpr (BLOCKS == 2) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) load_matrices_transposed(raw[k], v_at + v_row + (RUN * run + 16 * k) * ROW);
+        } else {
+            load_matrices_transposed(raw[0], v_at + v_row + RUN * run * ROW);
+        }
+        // 0 x NaN is NaN: what some lane does not see must be finite, and so must infinities, whose residual is 0. Lanes that
+        // do see it are put right below.
+        if (same_type<Format, fp8_e5m2> || tile >= unmasked) {
+#pragma unroll
+            for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned marks = non_finite(raw[k][i]);
+                    bad |= marks != 0;
+                    raw[k][i] &= ~((marks >> 7) * 0xFF);
+                }
+        }
+    };
+    auto convert = [&](int unit, int to) {
+        const int b = unit % BLOCKS;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // (even dim, odd dim) of one token, then of the next -> both tokens of one dim.
+                const unsigned codes = BLOCKS == 2 ? raw[k][2 * b + half] : raw[0][2 * k + half];
+                to_f16x2(__byte_perm(codes, 0, 0x3120), a[to][k][2 * half], a[to][k][2 * half + 1]);
+            }
+        }
+    };
+    auto add = [&](int unit) {
+        wgmma_settle(fresh[unit % 2]);
+#pragma unroll
+        for (int i = 0; i < 4 * PAIRS; ++i) numerator[unit % BLOCKS][i] = __fadd_rn(numerator[unit % BLOCKS][i], fresh[unit % 2][i]);
+    };
 
-        // A run's codes: [k16 step][token half, of each block].
-        unsigned raw[2][4];
-        auto load_run = [&](int run) {
-            if constexpr (BLOCKS == 2) {
-#pragma unroll
-                for (int k = 0; k < 2; ++k) load_matrices_transposed(raw[k], v_at + v_row + (RUN * run + 16 * k) * ROW);
-            } else {
-                load_matrices_transposed(raw[0], v_at + v_row + RUN * run * ROW);
-            }
-            // 0 x NaN is NaN: what some lane does not see must be finite. Lanes that do see it are put right below.
-            if (masked) {
-#pragma unroll
-                for (int k = 0; k < BLOCKS; ++k)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const unsigned marks = non_finite(raw[k][i]);
-                        bad |= marks != 0;
-                        raw[k][i] &= ~((marks >> 7) * 0xFF);
-                    }
-            }
-        };
-        mbarrier_wait(base + FULL_V + stage * 8, (tile / STAGES) & 1);
-        load_run(0);
+    mbarrier_wait(base + FULL_V, 0);
+    load_run(0, 0, bad);
+    convert(0, 0);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int source = tile % SCORE_GROUPS;
+        const unsigned p_at = base + AT_P + source * P_BYTES;
         mbarrier_wait(base + FULL_P + source * 8, (tile / SCORE_GROUPS) & 1);
         __syncwarp();
-        const bool rescale = weigh_tile(base, source);
-        __syncwarp();
-        if (rescale) {
+        if (tile > 0 && load_shared(base + AT_MOVED + source * 4) == tile) {
 #pragma unroll
             for (int j = 0; j < PAIRS; ++j) {
-                const float2 past = load_shared_pair(weights + (N + 8 * j) * 4);
+                const float2 past = load_shared_pair(base + AT_PAST + (source * N + 8 * j + 2 * (thread_anew() % 4)) * 4);
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -609,59 +631,41 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
             }
         }
 
-        // Units of one run and one block, each from fresh accumulators, two in flight.
-        constexpr int UNITS = 2 * BLOCKS;
-        float fresh[2][4 * PAIRS];
-        auto issue = [&](int unit) {
-            const int run = unit / BLOCKS, b = unit % BLOCKS;
-            unsigned a[2][4];
+        bool bad_next = false;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    // (even dim, odd dim) of one token, then of the next -> both tokens of one dim.
-                    const unsigned codes = BLOCKS == 2 ? raw[k][2 * b + half] : raw[0][2 * k + half];
-                    to_f16x2(__byte_perm(codes, 0, 0x3120), a[k][2 * half], a[k][2 * half + 1]);
-                }
-            }
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int run = unit / BLOCKS;
             wgmma_fence();
 #pragma unroll
             for (int part = 1; part >= 0; --part)
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
-                    wgmma_f16<1>(fresh[unit % 2], a[k], wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
+                    wgmma_f16<1>(fresh[unit % 2], a[unit % 3][k], wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
                                  part == 0 || k == 1);
             wgmma_commit();
-        };
-        auto add = [&](int unit) {
-            const int b = unit % BLOCKS;
-            wgmma_settle(fresh[unit % 2]);
-#pragma unroll
-            for (int j = 0; j < PAIRS; ++j) {
-                const float2 weight = load_shared_pair(weights + 8 * j * 4);
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    numerator[b][4 * j + i] =
-                        __fmaf_rn(i % 2 ? weight.y : weight.x, fresh[unit % 2][4 * j + i], numerator[b][4 * j + i]);
+            if (unit + 1 < UNITS) {
+                if (unit + 1 == BLOCKS) load_run(tile, 1, bad);
+                convert(unit + 1, (unit + 1) % 3);
+            } else if (tile + 1 < tiles) {
+                mbarrier_wait(base + FULL_V + (tile + 1) % STAGES * 8, ((tile + 1) / STAGES) & 1);
+                load_run(tile + 1, 0, bad_next);
             }
-        };
-        issue(0);
-#pragma unroll
-        for (int unit = 1; unit < UNITS; ++unit) {
-            if (unit == BLOCKS) load_run(1);
-            issue(unit);
-            wgmma_wait<1>();
-            add(unit - 1);
+            if (unit > 0) {
+                wgmma_wait<1>();
+                add(unit - 1);
+            }
         }
         wgmma_wait<0>();
         add(UNITS - 1);
+        convert(0, 0);
 
-        if (masked && __any_sync(0xFFFFFFFF, bad)) {
-            const float nan = __uint_as_float(0x7FC00000);
+        if ((same_type<Format, fp8_e5m2> || tile >= unmasked) && __any_sync(0xFFFFFFFF, bad)) {
+            const unsigned v_at = base + AT_V + tile % STAGES * TILE_BYTES;
             const int anew = thread_anew(), g = anew % 32 / 4, t = anew % 4;
-            const int chunk = (anew / 32 - 4 * SCORE_GROUPS) * BLOCKS;
+            const int chunk = (anew / 32 - SCORE_WARPS) * BLOCKS;
 #pragma unroll 1
             for (int token = 0; token < TILE; ++token) {
+                if (!(load_shared(base + AT_SEEN + tile % STAGES * 8 + token / 32 * 4) >> (token % 32) & 1)) continue;
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b) {
                     unsigned short codes;
@@ -674,21 +678,20 @@ __device__ __forceinline__ void value_warpgroup(const Params& p, const Work& wor
                             for (int e = 0; e < 2; ++e) {
                                 const int length = load_shared(base + AT_LENGTH + (8 * j + 2 * t + e) * 4);
                                 if (work.begin + tile * TILE + token < length) {
-                                    if (marks & 0x80) numerator[b][4 * j + e] = nan;
-                                    if (marks & 0x8000) numerator[b][4 * j + 2 + e] = nan;
+                                    if (marks & 0x80) numerator[b][4 * j + e] += non_finite_value(codes);
+                                    if (marks & 0x8000) numerator[b][4 * j + 2 + e] += non_finite_value(codes >> 8);
                                 }
                             }
                     }
                 }
             }
         }
+        bad = bad_next;
         __syncwarp();
         if (thread_anew() % 32 == 0) mbarrier_arrive(base + EMPTY_P + source * 8);
     }
-
-    __syncwarp();
-    store_partial(p, work, base, numerator);
 }
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 grouped_attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -700,13 +703,11 @@ grouped_attention(const __grid_constant__ Params p) {
         prefetch_map(p.v_tile);
     }
 
-    Work work;
-    if (!find_work(p, work, thread, THREADS)) return;
-    // Read again from shared memory where it is needed: in registers it would be in the loops' way.
-    Work& kept = *reinterpret_cast<Work*>(shared + AT_WORK);
-
+    // One request's queries are asked for before anything is known, as if it owned all rows from the first.
+    const int kv_heads = p.q_heads / p.group, lane_block = blockIdx.y / kv_heads, kv_head = blockIdx.y - lane_block * kv_heads;
+    Queries<THREADS> queries;
+    if (p.requests == 1) queries = load_queries<THREADS>(p, kv_head, lane_block, 0, p.rows, thread);
     if (thread == 0) {
-        kept = work;
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(base + FULL_K + i * 8, MAPS ? 1 : 33);
             mbarrier_init(base + FULL_V + i * 8, MAPS ? 1 : 33);
@@ -714,32 +715,46 @@ grouped_attention(const __grid_constant__ Params p) {
         for (int i = 0; i < SCORE_GROUPS; ++i) {
             mbarrier_init(base + FULL_P + i * 8, 4);
             mbarrier_init(base + EMPTY_P + i * 8, VALUE_WARPS);
+            mbarrier_init(base + SETTLED + i * 8, 1);
+            store_shared(base + AT_MOVED + i * 4, 0xFFFFFFFF);
         }
         mbarrier_init_fence();
         fence_proxy_async();
     }
-    if (thread < SCORE_GROUPS * 3 * N) store_shared(base + AT_PEAK + thread * 4, ordered(__float_as_int(-INFINITE)));
+    if (thread < N) store_shared(base + AT_REFERENCE + thread * 4, __float_as_uint(NOTHING));
+    if (thread < SCORE_GROUPS * N) store_shared(base + AT_PEAK + thread * 4, ordered(__float_as_int(-INFINITE)));
+    Work work;
+    if (!find_work(p, work, thread, THREADS)) return;
+    if (p.requests != 1 || work.first_row != 0)
+        queries = load_queries<THREADS>(p, kv_head, lane_block, work.first_row, work.rows, thread);
     __syncthreads();
-
     if (role < SCORE_GROUPS && thread % 128 < 32) {
 #pragma unroll 1
         for (int tile = role; tile < min(work.tiles, STAGES); tile += SCORE_GROUPS)
             fetch_tile(p, work, base, tile, in_warp);
     }
-    load_queries(p, work, {base + AT_Q, base + AT_LENGTH, base + AT_SCALE}, thread, THREADS);
+    store_queries<THREADS>(p, work, queries, {base + AT_Q, base + AT_LENGTH, base + AT_SCALE}, thread);
+    // Read again from shared memory where it is needed: in registers it would be in the loops' way.
+    Work& kept = *reinterpret_cast<Work*>(shared + AT_WORK);
+    if (thread == 0) kept = work;
     fence_proxy_async();
-    barrier_sync(3, THREADS);
+    __syncthreads();
+
     if (role < SCORE_GROUPS) {
 #ifdef SCORE_REGISTERS
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(SCORE_REGISTERS) ";");
 #endif
         score_warpgroup(p, kept, base, role);
+        barrier_arrive(3, THREADS);
     } else {
 #ifdef VALUE_REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");
 #endif
-        value_warpgroup(p, kept, base, role - SCORE_GROUPS);
-        Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
-        combine<VALUE_THREADS>(p, kept, folded, base + AT_LAST, threadIdx.x - 128 * SCORE_GROUPS);
+        float numerator[BLOCKS][4 * PAIRS];
+        value_warpgroup(kept, base, role - SCORE_GROUPS, numerator);
+        barrier_sync(3, THREADS);
+        store_partial(p, kept, base, numerator);
     }
+    Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
+    combine<THREADS>(p, kept, folded, base + AT_LAST, thread_anew());
 }

@@ -58,3 +58,18 @@ __device__ __forceinline__ void store_matrices(unsigned row, unsigned m0, unsign
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+// The same, and whether any of them brings true.
+__device__ __forceinline__ bool barrier_any(int barrier, int threads, bool mine) {
+    unsigned any;
+    asm volatile("{ .reg .pred mine, any;"
+                 "  setp.ne.b32 mine, %3, 0;"
+                 "  barrier.cta.red.or.pred any, %1, %2, mine;"
+                 "  selp.b32 %0, 1, 0, any; }" : "=r"(any) : "r"(barrier), "r"(threads), "r"(static_cast<int>(mine)) : "memory");
+    return any;
+}
+
+// Arrives at a barrier that others wait at.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
