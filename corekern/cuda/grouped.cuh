@@ -19,6 +19,9 @@ constexpr int MAX_SEGMENTS = SEGMENTS;
 constexpr int FOLD = 8;  // segments folded first
 constexpr int MAX_FOLDS = MAX_SEGMENTS / FOLD;
 constexpr int COUNTERS = 1 + MAX_FOLDS;
+// The reference of a state where nothing was seen yet: finite, so that what is unseen stays a probability of 0.
+constexpr float NOTHING = -3.402823466e38f;
+constexpr int MIN_TILES = 2;  // of a segment
 constexpr float P_SCALE = 2048.0f;  // of probabilities, before they are split into two float16
 
 // Strides in elements of the array; the caches' in bytes. The same struct as in corekern/cuda/grouped.py.
@@ -29,7 +32,7 @@ struct Params {
     const int *block_table, *row_lengths, *query_start_loc;
     void* out;
     float *state_numerator, *state_maximum, *state_sum;  // or null
-    float *numerators, *maxima, *sums;                   // partials: of segments, then of folds
+    float *numerators, *references, *sums, *peaks;       // partials: of segments, then of folds
     int* arrivals;                                       // zero between launches
     long long k_page, k_token, k_head, v_page, v_token, v_head;
     long long q_row, q_head, out_row, out_head, out_dim, table_row, table_column, length_stride, start_stride;
@@ -63,8 +66,8 @@ struct Segments {
 __device__ __forceinline__ Segments segments_of(int longest) {
     Segments s;
     s.tiles = (longest + TILE - 1) / TILE;
-    s.tiles_each = (s.tiles + MAX_SEGMENTS - 1) / (MAX_SEGMENTS);
-    s.count = s.tiles_each ? (s.tiles + s.tiles_each - 1) / s.tiles_each : 0;
+    s.tiles_each = max(MIN_TILES, (s.tiles + MAX_SEGMENTS - 1) / MAX_SEGMENTS);
+    s.count = (s.tiles + s.tiles_each - 1) / s.tiles_each;
     return s;
 }
 
@@ -111,33 +114,41 @@ __device__ __forceinline__ void fill_rows(const Params& p, int first, int past, 
     }
 }
 
-// What this block does; false when that is nothing. Called by all threads, it also fills the rows that no block computes.
-__device__ __forceinline__ bool find_work(const Params& p, Work& work, int thread, int threads) {
-    const int in_warp = thread % 32;
-    // What is certain or likely to be wanted, before anything is known; each block asks for a part. Cold, each of the
-    // trips to memory that follow one another takes most of a microsecond.
+// What a block asks for first. Cold, each of the trips to memory that follow one another takes most of a microsecond.
+struct Early {
+    int first_row, past_row;
+    int length;  // of one request's row `in_warp`, whatever query_start_loc says
+};
+
+__device__ __forceinline__ Early load_early(const Params& p, int thread) {
+    Early early;
+    early.first_row = p.query_start_loc[blockIdx.z * p.start_stride];
+    early.past_row = p.query_start_loc[(blockIdx.z + 1) * p.start_stride];
+    early.length = 0;
+    if (p.requests == 1 && thread % 32 < p.rows) early.length = p.row_lengths[thread % 32 * p.length_stride];
+    // Each block a part of the block table, which is likely to be wanted.
     if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
         prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
-    // One request's first lengths are wanted whatever query_start_loc says: one trip to memory less.
-    int early = 0;
-    if (p.requests == 1 && in_warp < p.rows) early = p.row_lengths[in_warp * p.length_stride];
+    return early;
+}
 
+// What this block does; false when that is nothing. Called by all threads, it also fills the rows that no block computes.
+__device__ __forceinline__ bool find_work(const Params& p, const Early& early, Work& work, int thread, int threads) {
+    const int in_warp = thread % 32;
     work.request = blockIdx.z;
     const int kv_heads = p.q_heads / p.group;
     work.lane_block = blockIdx.y / kv_heads;
     work.kv_head = blockIdx.y - work.lane_block * kv_heads;
-    work.first_row = p.query_start_loc[work.request * p.start_stride];
-    work.rows = p.query_start_loc[(work.request + 1) * p.start_stride] - work.first_row;
     // What is not as documented touches nothing: rows outside q.
-    work.first_row = min(max(work.first_row, 0), p.rows);
-    work.rows = min(max(work.rows, 0), p.rows - work.first_row);
+    work.first_row = min(max(early.first_row, 0), p.rows);
+    work.rows = min(max(early.past_row - work.first_row, 0), p.rows - work.first_row);
     const long long capacity = static_cast<long long>(p.table_width) * p.page_size;
     const int cap = capacity < 0x7FFFFFFF ? static_cast<int>(capacity) : 0x7FFFFFFF;
     int longest = 0, shortest = 0x7FFFFFFF;
 #pragma unroll 1
     for (int row = in_warp; row < work.rows; row += 32) {
         const bool known = p.requests == 1 && work.first_row == 0 && row < 32;
-        const int length = min(known ? early : p.row_lengths[(work.first_row + row) * p.length_stride], cap);
+        const int length = min(known ? early.length : p.row_lengths[(work.first_row + row) * p.length_stride], cap);
         longest = max(longest, length);
         const bool mine = (row + 1) * p.group > work.lane_block * N && row * p.group < (work.lane_block + 1) * N;
         if (mine && length > 0) shortest = min(shortest, length);

@@ -38,7 +38,7 @@ PARAMS = np.dtype(
             for name in ("k", "v", "q", "block_table", "row_lengths", "query_start_loc", "out")
         ),
         *((name, np.uint64) for name in ("state_numerator", "state_maximum", "state_sum")),
-        *((name, np.uint64) for name in ("numerators", "maxima", "sums", "arrivals")),
+        *((name, np.uint64) for name in ("numerators", "references", "sums", "peaks", "arrivals")),
         *((name, np.int64) for name in ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")),
         *((name, np.int64) for name in ("q_row", "q_head", "out_row", "out_head", "out_dim")),
         *((name, np.int64) for name in ("table_row", "table_column", "length_stride", "start_stride")),
@@ -52,7 +52,7 @@ PARAMS = np.dtype(
         ),
         ("scale", np.float32),
         ("v_scale", np.float32),
-        ("padding", np.uint8, 16),
+        ("padding", np.uint8, 8),
     ]
 )
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -134,7 +134,7 @@ class _Launch:
         self._states = row_groups * (segments + segments // FOLD) * lanes
         self._head_dim = problem.head_dim
         self._counters = row_groups * (1 + segments // FOLD)
-        self._workspace_bytes = self._states * (problem.head_dim + 2) * 4
+        self._workspace_bytes = self._states * (problem.head_dim + 3) * 4
         grid = (segments, problem.kv_heads * blocks, problem.requests)
         together = math.prod(grid) <= cp.cuda.Device().attributes["MultiProcessorCount"]
 
@@ -194,8 +194,8 @@ class _Launch:
             self._partials = buffers
             first = loader.address(buffers.partials)
             one["numerators"] = first
-            one["maxima"] = first + self._states * self._head_dim * 4
-            one["sums"] = first + self._states * (self._head_dim + 1) * 4
+            for i, name in enumerate(("references", "sums", "peaks")):
+                one[name] = first + self._states * (self._head_dim + i) * 4
             one["arrivals"] = loader.address(buffers.counters)
         address = loader.address(q)
         one["q"] = address

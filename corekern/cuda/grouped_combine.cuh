@@ -2,26 +2,75 @@
 #pragma once
 #include "grouped.cuh"
 
-// Four neighbouring dims of one lane: division, rounding, and the state when it is asked for.
-__device__ __forceinline__ void finish(const Params& p, const Work& work, int lane, int dim, float4 n, float sum, float maximum) {
+// Part of a row group's state: four neighbouring dims of one lane. The reference is what the numerator and the sum are
+// relative to, NOTHING where nothing was seen.
+struct State {
+    float4 numerator;
+    float reference, sum;
+};
+
+// The state of the tokens of both, of which `next` come later.
+__device__ __forceinline__ void merge(State& all, const State& next) {
+    const float reference = fmaxf(all.reference, next.reference);
+    const float before = exp2_approx(all.reference - reference), after = exp2_approx(next.reference - reference);
+    all.reference = reference;
+    all.sum = __fmaf_rn(before, all.sum, __fmul_rn(after, next.sum));
+    all.numerator.x = __fmaf_rn(before, all.numerator.x, __fmul_rn(after, next.numerator.x));
+    all.numerator.y = __fmaf_rn(before, all.numerator.y, __fmul_rn(after, next.numerator.y));
+    all.numerator.z = __fmaf_rn(before, all.numerator.z, __fmul_rn(after, next.numerator.z));
+    all.numerator.w = __fmaf_rn(before, all.numerator.w, __fmul_rn(after, next.numerator.w));
+}
+
+// Merges load(0) to load(count - 1) in order; eight are on their way before the first is used.
+template <class Load> __device__ __forceinline__ State merge_all(int count, Load load) {
+    State all = load(0);
+#pragma unroll 1
+    for (int begin = 1; begin < count; begin += 7) {
+        State next[7];
+#pragma unroll
+        for (int i = 0; i < 7; ++i)
+            if (begin + i < count) next[i] = load(begin + i);
+#pragma unroll
+        for (int i = 0; i < 7; ++i)
+            if (begin + i < count) merge(all, next[i]);
+    }
+    return all;
+}
+
+constexpr int QUADS = D / 4;
+
+// One state of a lane and four dims among the partials in global memory, those of segments or those of folds.
+__device__ __forceinline__ State load_state(const Params& p, long long partial, int item) {
+    const long long at = partial + item / QUADS;
+    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), __ldcg(p.references + at), __ldcg(p.sums + at)};
+}
+
+// Division, rounding, and the state when it is asked for.
+__device__ __forceinline__ void finish(const Params& p, const Work& work, int item, const State& all) {
+    const int lane = item / QUADS, dim = item % QUADS * 4;
     const int pair = work.lane_block * N + lane;
     const int row_in_request = pair / p.group, head = work.kv_head * p.group + pair - row_in_request * p.group;
     if (row_in_request >= work.rows) return;
     const long long row = work.first_row + row_in_request;
-    const bool empty = sum == 0.0f;
-    float x[4] = {n.x * p.v_scale, n.y * p.v_scale, n.z * p.v_scale, n.w * p.v_scale};
+    const bool empty = all.sum == 0.0f;
+    float x[4] = {all.numerator.x * p.v_scale, all.numerator.y * p.v_scale, all.numerator.z * p.v_scale, all.numerator.w * p.v_scale};
     if (p.state_numerator) {
+        // A state that leaves the kernel is relative to the true maximum.
+        float maximum = -INFINITE;
+#pragma unroll 1
+        for (int i = 0; i < work.segments; ++i) maximum = fmaxf(maximum, __ldcg(p.peaks + partial_of(work, i) + lane));
+        const float factor = exp2_approx(all.reference - maximum);
         const long long at = row * p.q_heads + head;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p.state_numerator[at * D + dim + i] = empty ? 0.0f : x[i];
+        for (int i = 0; i < 4; ++i) p.state_numerator[at * D + dim + i] = empty ? 0.0f : x[i] * factor;
         if (dim == 0) {
-            p.state_maximum[at] = maximum;
-            p.state_sum[at] = sum;
+            p.state_maximum[at] = empty ? -INFINITE : maximum;
+            p.state_sum[at] = empty ? 0.0f : all.sum * factor;
         }
     }
     if (!p.out) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : __fdiv_rn(x[i], sum);
+    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : __fdiv_rn(x[i], all.sum);
     const long long at = row * p.out_row + head * p.out_head + dim * p.out_dim;
     if (p.out_type == 2) {
 #pragma unroll
@@ -38,76 +87,6 @@ __device__ __forceinline__ void finish(const Params& p, const Work& work, int la
     }
 }
 
-// States folded in order, relative to their largest maximum: four dims of one lane.
-struct Folded {
-    float4 numerator;
-    float maximum, sum;
-};
-
-// Of at most COUNT states `count` are there. maximum(i) and state(i) load them, eight at once.
-template <int COUNT, class Maximum, class State>
-__device__ __forceinline__ Folded fold(int count, Maximum maximum, State state) {
-    constexpr int batch = COUNT < 8 ? COUNT : 8;
-    Folded all = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITE, 0.0f};
-    float maxima[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) maxima[i] = i < count ? maximum(i) : -INFINITE;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) all.maximum = fmaxf(all.maximum, maxima[i]);
-    const float reference = all.maximum == -INFINITE ? 0.0f : all.maximum;
-#pragma unroll
-    for (int begin = 0; begin < COUNT; begin += batch) {
-        if (begin >= count) break;
-        float4 numerators[batch];
-        float sums[batch];
-#pragma unroll
-        for (int i = 0; i < batch; ++i)
-            if (begin + i < count) state(begin + i, numerators[i], sums[i]);
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            if (begin + i < count) {
-                const float weight = exp2_approx(maxima[begin + i] - reference);
-                all.sum = __fmaf_rn(weight, sums[i], all.sum);
-                all.numerator.x = __fmaf_rn(weight, numerators[i].x, all.numerator.x);
-                all.numerator.y = __fmaf_rn(weight, numerators[i].y, all.numerator.y);
-                all.numerator.z = __fmaf_rn(weight, numerators[i].z, all.numerator.z);
-                all.numerator.w = __fmaf_rn(weight, numerators[i].w, all.numerator.w);
-            }
-        }
-    }
-    return all;
-}
-
-constexpr int QUADS = D / 4;
-
-// Folds partials in global memory: of consecutive segments, or of consecutive folds of them.
-template <int COUNT>
-__device__ __forceinline__ Folded fold_partials(const Params& p, long long partial, int item, int count) {
-    const long long first = partial + item / QUADS;
-    const float4* numerators = reinterpret_cast<const float4*>(p.numerators + first * D) + item % QUADS;
-    if constexpr (COUNT <= 8) {
-        // Everything is on its way before the first of it is used.
-        float4 ahead[COUNT];
-        float sums[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            if (i < count) {
-                ahead[i] = __ldcg(numerators + i * N * QUADS);
-                sums[i] = __ldcg(p.sums + first + i * N);
-            }
-        }
-        return fold<COUNT>(
-            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
-            [&](int i, float4& numerator, float& sum) { numerator = ahead[i], sum = sums[i]; });
-    } else {
-        return fold<COUNT>(
-            count, [&](int i) { return __ldcg(p.maxima + first + i * N); },
-            [&](int i, float4& numerator, float& sum) {
-                numerator = __ldcg(numerators + i * N * QUADS), sum = __ldcg(p.sums + first + i * N);
-            });
-    }
-}
-
 // Combines the partials of a row group: FOLD neighbouring segments first, then these in order, one division, one rounding.
 // The tree depends on the number of segments alone, and so do a row's bits.
 //
@@ -115,18 +94,22 @@ __device__ __forceinline__ Folded fold_partials(const Params& p, long long parti
 // there and takes a slice of the items. Else nobody waits: the last block of each FOLD segments folds
 // those, and the last of these blocks the folds.
 //
-// Called by THREADS threads, numbered from 0, that have stored the block's partial; `scratch` has room for MAX_FOLDS * SLICE
-// Folded, `last_at` is a word of shared memory.
-constexpr int SLICE = 32;
+// Called by all THREADS threads of the block, some of which have stored its partial; `scratch` has room for
+// MAX_FOLDS * SLICE states, `last_at` is a word of shared memory.
+constexpr int SLICE = 48;
 template <int THREADS>
-__device__ __forceinline__ void combine(const Params& p, const Work& work, Folded* folded, unsigned last_at, int thread) {
+__device__ __forceinline__ void combine(const Params& p, const Work& work, State* scratch, unsigned last_at, int thread) {
     const int segments = work.segments;
     constexpr int items = N * QUADS;
     const int folds = (segments + FOLD - 1) / FOLD;
     const long long first_partial = partial_of(work, 0);
     int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
+    auto fold_segments = [&](int f, int item) {
+        return merge_all(min(FOLD, segments - f * FOLD),
+                         [&](int i) { return load_state(p, first_partial + (f * FOLD + i) * N, item); });
+    };
     if (p.together) {
-        barrier_sync(4, THREADS);
+        __syncthreads();
         if (thread == 0) {
             // What the others stored before the barrier is ordered by this fence too.
             __threadfence();
@@ -136,7 +119,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, Folde
                 asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
             } while (arrived < segments);
         }
-        barrier_sync(4, THREADS);
+        __syncthreads();
         const int each = (items + segments - 1) / segments;
         const int past = min(items, static_cast<int>(blockIdx.x + 1) * each);
 #pragma unroll 1
@@ -145,21 +128,12 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, Folde
 #pragma unroll 1
             for (int unit = thread; unit < count * folds; unit += THREADS) {
                 const int f = unit / count, item = unit - f * count;
-                folded[f * SLICE + item] =
-                    fold_partials<FOLD>(p, first_partial + f * FOLD * N, begin + item, min(FOLD, segments - f * FOLD));
+                scratch[f * SLICE + item] = fold_segments(f, begin + item);
             }
-            barrier_sync(4, THREADS);
-            if (thread < count) {
-                const Folded all = fold<MAX_FOLDS>(
-                    folds, [&](int f) { return folded[f * SLICE + thread].maximum; },
-                    [&](int f, float4& numerator, float& sum) {
-                        numerator = folded[f * SLICE + thread].numerator;
-                        sum = folded[f * SLICE + thread].sum;
-                    });
-                const int item = begin + thread;
-                finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
-            }
-            barrier_sync(4, THREADS);
+            __syncthreads();
+            if (thread < count)
+                finish(p, work, begin + thread, merge_all(folds, [&](int f) { return scratch[f * SLICE + thread]; }));
+            __syncthreads();
         }
         if (thread == 0 && atomicAdd(arrivals + 1, 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
         return;
@@ -169,7 +143,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, Folde
     const int f = blockIdx.x / FOLD, mine = min(FOLD, segments - f * FOLD);
     const long long fold_partial = first_partial + (MAX_SEGMENTS + f) * N;
     auto last_of = [&](int* counter, int count) {
-        barrier_sync(4, THREADS);
+        __syncthreads();
         if (thread == 0) {
             __threadfence();
             const bool last = atomicAdd(counter, 1) == count - 1;
@@ -178,24 +152,22 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, Folde
             __threadfence();
             store_shared(last_at, last);
         }
-        barrier_sync(4, THREADS);
+        __syncthreads();
         return load_shared(last_at) != 0;
     };
     if (!last_of(arrivals + 1 + f, mine)) return;
 #pragma unroll 1
     for (int item = thread; item < items; item += THREADS) {
-        const Folded part = fold_partials<FOLD>(p, first_partial + f * FOLD * N, item, mine);
-        const int lane = item / QUADS, dim = item % QUADS * 4;
-        __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D + dim), part.numerator);
-        if (dim == 0) {
-            __stcg(p.maxima + fold_partial + lane, part.maximum);
+        const State part = fold_segments(f, item);
+        const int lane = item / QUADS;
+        __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D) + item % QUADS, part.numerator);
+        if (item % QUADS == 0) {
+            __stcg(p.references + fold_partial + lane, part.reference);
             __stcg(p.sums + fold_partial + lane, part.sum);
         }
     }
     if (!last_of(arrivals, folds)) return;
 #pragma unroll 1
-    for (int item = thread; item < items; item += THREADS) {
-        const Folded all = fold_partials<MAX_FOLDS>(p, first_partial + MAX_SEGMENTS * N, item, folds);
-        finish(p, work, item / QUADS, item % QUADS * 4, all.numerator, all.sum, all.maximum);
-    }
+    for (int item = thread; item < items; item += THREADS)
+        finish(p, work, item, merge_all(folds, [&](int i) { return load_state(p, first_partial + (MAX_SEGMENTS + i) * N, item); }));
 }

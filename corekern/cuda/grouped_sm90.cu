@@ -55,10 +55,9 @@ constexpr int AT_P = AT_Q + Q_BYTES;
 constexpr int AT_REFERENCE = AT_P + SCORE_GROUPS * P_BYTES;          // [lane]
 constexpr int AT_PAST = AT_REFERENCE + N * 4;                        // [group][lane]
 constexpr int AT_PEAK = AT_PAST + SCORE_GROUPS * N * 4;              // [group][lane], as ordered integers
-constexpr int AT_MAXIMA = AT_PEAK + SCORE_GROUPS * N * 4;            // [score warp][lane]
-constexpr int AT_SUMS = AT_MAXIMA + SCORE_WARPS * N * 4;             // [score warp][lane]
-constexpr int AT_FACTOR = AT_SUMS + SCORE_WARPS * N * 4;             // [value warp][lane]
-constexpr int AT_SCALE = AT_FACTOR + VALUE_WARPS * N * 4;            // [lane]
+constexpr int AT_PEAKS = AT_PEAK + SCORE_GROUPS * N * 4;            // [score warp][lane]
+constexpr int AT_SUMS = AT_PEAKS + SCORE_WARPS * N * 4;             // [score warp][lane]
+constexpr int AT_SCALE = AT_SUMS + SCORE_WARPS * N * 4;             // [lane]
 constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
 constexpr int AT_SEEN = AT_LENGTH + N * 4;                          // [stage], a bit a token
 constexpr int AT_BARRIERS = AT_SEEN + STAGES * 8;
@@ -72,8 +71,6 @@ static_assert(SHARED_BYTES <= SHARED_LIMIT, "the launcher asks for SHARED_LIMIT 
 
 // The reference moves only when a score exceeds it by more than this: 2^SLACK times P_SCALE is what float16 can hold.
 constexpr float SLACK = 4.0f;
-// The reference where nothing was seen yet: finite, so that what is unseen stays a probability of 0.
-constexpr float NOTHING = -3.402823466e38f;
 
 // Registers: 512 threads are launched with 128 each; the value warpgroups need more of them.
 #if HEAD_DIM == 256 && LANES > 32
@@ -506,51 +503,44 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
 #pragma unroll
     for (int i = 0; i < PAIRS_LEFT; ++i) {
         store_shared_pair(base + AT_SUMS + to + i * 32, sums[2 * i], sums[2 * i + 1]);
-        store_shared_pair(base + AT_MAXIMA + to + i * 32, peaks[2 * i], peaks[2 * i + 1]);
+        store_shared_pair(base + AT_PEAKS + to + i * 32, peaks[2 * i], peaks[2 * i + 1]);
     }
 }
 
-// Writes a value warp's part of the block's numerator, relative to the true maximum and without the factor of P.
+// Writes a value warp's part of the block's numerator without the factor of P.
 __device__ __forceinline__ void store_partial(const Params& p, const Work& work, unsigned base, const float (&numerator)[BLOCKS][4 * PAIRS]) {
     const int anew = thread_anew(), in_warp = anew % 32, warp = anew / 32 - SCORE_WARPS;
     const int g = in_warp / 4, t = in_warp % 4, chunk = warp * BLOCKS;
-    const unsigned factors = base + AT_FACTOR + warp * N * 4;
     const long long partial = partial_of(work, blockIdx.x);
-#pragma unroll
-    for (int i = 0; i < (N + 31) / 32; ++i) {
-        const int lane = in_warp + 32 * i;
-        if (lane < N) {
-            float maximum = -INFINITE, sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < SCORE_WARPS; ++w) {
-                maximum = fmaxf(maximum, load_shared_float(base + AT_MAXIMA + (w * N + lane) * 4));
-                if (warp == 0) sum += load_shared_float(base + AT_SUMS + (w * N + lane) * 4);
-            }
-            maximum *= load_shared_float(base + AT_SCALE + lane * 4);
-            const float reference = load_shared_float(base + AT_REFERENCE + lane * 4);
-            const float factor = maximum == -INFINITE ? 0.0f : exp2_approx(reference - maximum) * (1.0f / P_SCALE);
-            store_shared(factors + lane * 4, __float_as_uint(factor));
-            if (warp == 0) {
-                const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
-                __stcg(p.maxima + partial + lane, idle ? -INFINITE : maximum);
-                __stcg(p.sums + partial + lane, idle ? 0.0f : sum * factor);
-            }
-        }
-    }
-    __syncwarp();
     // Eight threads store 64 contiguous bytes.
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
-        const float2 factor = load_shared_pair(factors + (8 * j + 2 * t) * 4);
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float f = e ? factor.y : factor.x;
                 float* to = p.numerators + (partial + 8 * j + 2 * t + e) * D + 16 * (chunk + b) + 2 * g;
-                __stcg(reinterpret_cast<float2*>(to), make_float2(numerator[b][4 * j + e] * f, numerator[b][4 * j + 2 + e] * f));
+                __stcg(reinterpret_cast<float2*>(to), make_float2(numerator[b][4 * j + e] * (1.0f / P_SCALE),
+                                                                  numerator[b][4 * j + 2 + e] * (1.0f / P_SCALE)));
             }
     }
+}
+
+// The lanes' references, sums and maxima, when the score warpgroups are done.
+__device__ __forceinline__ void store_totals(const Params& p, const Work& work, unsigned base, int thread) {
+    if (thread >= N) return;
+    const int lane = thread;
+    const long long partial = partial_of(work, blockIdx.x);
+    float peak = -INFINITE, sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < SCORE_WARPS; ++w) {
+        peak = fmaxf(peak, load_shared_float(base + AT_PEAKS + (w * N + lane) * 4));
+        sum += load_shared_float(base + AT_SUMS + (w * N + lane) * 4);
+    }
+    const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
+    __stcg(p.references + partial + lane, idle ? NOTHING : load_shared_float(base + AT_REFERENCE + lane * 4));
+    __stcg(p.sums + partial + lane, idle ? 0.0f : sum * (1.0f / P_SCALE));
+    __stcg(p.peaks + partial + lane, idle ? -INFINITE : peak * load_shared_float(base + AT_SCALE + lane * 4));
 }
 
 // O^T: this warpgroup's dims of every tile.
@@ -705,6 +695,7 @@ grouped_attention(const __grid_constant__ Params p) {
 
     // One request's queries are asked for before anything is known, as if it owned all rows from the first.
     const int kv_heads = p.q_heads / p.group, lane_block = blockIdx.y / kv_heads, kv_head = blockIdx.y - lane_block * kv_heads;
+    const Early early = load_early(p, thread);
     Queries<THREADS> queries;
     if (p.requests == 1) queries = load_queries<THREADS>(p, kv_head, lane_block, 0, p.rows, thread);
     if (thread == 0) {
@@ -724,7 +715,7 @@ grouped_attention(const __grid_constant__ Params p) {
     if (thread < N) store_shared(base + AT_REFERENCE + thread * 4, __float_as_uint(NOTHING));
     if (thread < SCORE_GROUPS * N) store_shared(base + AT_PEAK + thread * 4, ordered(__float_as_int(-INFINITE)));
     Work work;
-    if (!find_work(p, work, thread, THREADS)) return;
+    if (!find_work(p, early, work, thread, THREADS)) return;
     if (p.requests != 1 || work.first_row != 0)
         queries = load_queries<THREADS>(p, kv_head, lane_block, work.first_row, work.rows, thread);
     __syncthreads();
@@ -745,16 +736,15 @@ grouped_attention(const __grid_constant__ Params p) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(SCORE_REGISTERS) ";");
 #endif
         score_warpgroup(p, kept, base, role);
-        barrier_arrive(3, THREADS);
+        barrier_sync(3, 128 * SCORE_GROUPS);
+        store_totals(p, kept, base, threadIdx.x);
     } else {
 #ifdef VALUE_REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");
 #endif
         float numerator[BLOCKS][4 * PAIRS];
         value_warpgroup(kept, base, role - SCORE_GROUPS, numerator);
-        barrier_sync(3, THREADS);
         store_partial(p, kept, base, numerator);
     }
-    Folded* folded = reinterpret_cast<Folded*>(__cvta_shared_to_generic(base + AT_K));
-    combine<THREADS>(p, kept, folded, base + AT_LAST, thread_anew());
+    combine<THREADS>(p, kept, reinterpret_cast<State*>(__cvta_shared_to_generic(base + AT_K)), base + AT_LAST, thread_anew());
 }

@@ -68,8 +68,3 @@ __device__ __forceinline__ bool barrier_any(int barrier, int threads, bool mine)
                  "  selp.b32 %0, 1, 0, any; }" : "=r"(any) : "r"(barrier), "r"(threads), "r"(static_cast<int>(mine)) : "memory");
     return any;
 }
-
-// Arrives at a barrier that others wait at.
-__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
