@@ -72,7 +72,7 @@ def give_back(result: Any, like: Any) -> Any:
 
 def device_of(array: Any) -> str:
     """ "cpu" or "cuda:<index>" of an adopted array."""
-    return f"cuda:{array.device.id}" if _is_cupy(array) else "cpu"
+    return f"cuda:{array.data.device_id}" if _is_cupy(array) else "cpu"
 
 
 def compute_capability(device: str) -> int:

@@ -74,8 +74,8 @@ def paged_attention(
         ValueError: a shape, layout or value that is not as above; one line that names the argument.
 
     The arithmetic: scores and sums in FP32, head_dim summed with compensation, probabilities
-    2^(s - max) over splits of a fixed size, one division, one rounding. A row's bits depend on its own
-    query, tokens and length alone.
+    2^(s - max) over splits, one division, one rounding. A row's bits depend on its own query, tokens and
+    length alone, and on `grouped_fp32` on its request's greatest length, which is what the splits follow.
 
     >>> cache = PagedKVCache.empty(2, 16, 1, 64, v_scale=0.5)
     >>> ones = np.ones((3, 1, 64), np.float32)
@@ -130,6 +130,9 @@ class AttentionPlan:
         self.route = route.name
         self._route = route
         self._like = (call.q.shape, call.q.strides, call.q.dtype, call.problem.device)
+        size = call.q.dtype.itemsize
+        _, q_heads, head_dim = call.q.shape
+        self._out_strides = (q_heads * head_dim * size, head_dim * size, size)
         self._run = routing.backend(route.backend).plan_attention(call)
 
     def __call__(self, q: Any, *, out: Any) -> Any:
@@ -153,7 +156,7 @@ class AttentionPlan:
         if (
             target.shape != shape
             or target.dtype != dtype
-            or not target.flags.c_contiguous
+            or (target.strides != self._out_strides and not target.flags.c_contiguous)
             or not getattr(target.flags, "writeable", True)
             or arrays.device_of(target) != device
         ):

@@ -62,15 +62,16 @@ def take(nbytes: int, partial_dtype: str = "float32") -> Any:
     Raises:
         RuntimeError: a capture needs more than was reserved; the message names the call to make.
     """
-    return take_counted(nbytes, 0, partial_dtype).partials
+    return take_counted(nbytes, 0, partial_dtype)[1].partials
 
 
-def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> Buffers:
-    """As `take`, with at least `counters` counters: more than a thousandth of `nbytes` asks for more partials."""
+def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> tuple[int, Buffers]:
+    """As `take`, with at least `counters` counters (more than one a KiB asks for more partials), and the stream's address."""
     nbytes = max(nbytes, (counters - 1024) << 10)
     cupy = arrays.namespace("cuda")
     stream = cupy.cuda.get_current_stream()
-    key = (cupy.cuda.runtime.getDevice(), stream.ptr, partial_dtype)
+    pointer = stream.ptr
+    key = (cupy.cuda.runtime.getDevice(), pointer, partial_dtype)
     buffers = _buffers.get(key)
     large_enough = buffers is not None and buffers.partials.nbytes >= nbytes
     if stream.is_capturing():
@@ -87,4 +88,4 @@ def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> 
         buffers = _buffers[key] = Buffers(
             cupy.empty(nbytes, cupy.uint8), cupy.zeros((nbytes >> 10) + 1024, cupy.int32)
         )
-    return buffers
+    return pointer, buffers

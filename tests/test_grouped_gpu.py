@@ -35,7 +35,7 @@ def run(problem, layout="separate", **options):
     out = corekern.paged_attention(**arguments)
     assert_same_bits(corekern.paged_attention(**arguments).get(), out.get(), "second launch")
     rounded, state = corekern.paged_attention(**arguments, return_state=True)
-    assert_same_bits(rounded.get(), out.get(), "by way of the state")
+    np.testing.assert_array_equal(rounded.get(), out.get(), "by way of the state")  # NaN may be any NaN
     return out.get(), tuple(getattr(state, field).get() for field in ("numerator", "maximum", "sum"))
 
 

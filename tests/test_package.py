@@ -56,7 +56,7 @@ def test_the_readmes_cpu_example_runs():
 def test_the_readmes_cupy_example_runs(capsys):
     (example,) = [code for code in python_snippets() if "cupy" in code]
     exec(example, {})
-    assert capsys.readouterr().out.split() == ["(2,", "8,", "128)", "scalar_fp32"]
+    assert capsys.readouterr().out.split() == ["(2,", "8,", "128)", "grouped_fp32"]
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["doctor"], ["doctor", "--json"]], ids=" ".join)

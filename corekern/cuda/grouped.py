@@ -182,28 +182,30 @@ class _Launch:
         self._start = driver.launchCooperativeKernel if together else driver.launchKernel
         self._configuration = (kernel.kernel.ptr, *grid, threads_of(problem.head_dim), 1, 1, shared_bytes)
         self._parameters = (where,) if together else (where, 0)
-        self._current_stream = cp.cuda.get_current_stream
-        self._partials = None
+        self._buffers = None
+        self._out_strides = None
         # What the addresses in the parameters point to.
         self._kept = (call, state)
 
     def __call__(self, q: Any, out: Any) -> None:
         one = self._one
-        buffers = workspace.take_counted(self._workspace_bytes, self._counters)
-        if buffers is not self._partials:
-            self._partials = buffers
+        stream, buffers = workspace.take_counted(self._workspace_bytes, self._counters)
+        if buffers is not self._buffers:
+            self._buffers = buffers
             first = loader.address(buffers.partials)
             one["numerators"] = first
             for i, name in enumerate(("references", "sums", "peaks")):
                 one[name] = first + self._states * (self._head_dim + i) * 4
             one["arrivals"] = loader.address(buffers.counters)
-        address = loader.address(q)
+        address = q.data.ptr
         one["q"] = address
         one["q_aligned"] = self._q_aligned and address % 16 == 0
         if out is not None:
-            one["out"] = loader.address(out)
-            one["out_row"], one["out_head"], one["out_dim"] = (s // out.itemsize for s in out.strides)
-        self._start(*self._configuration, self._current_stream().ptr, *self._parameters)
+            one["out"] = out.data.ptr
+            if out.strides != self._out_strides:
+                self._out_strides = out.strides
+                one["out_row"], one["out_head"], one["out_dim"] = (s // out.itemsize for s in out.strides)
+        self._start(*self._configuration, stream, *self._parameters)
 
 
 def _describe_cache(one: Any, cache: Any) -> bool:

@@ -2,11 +2,11 @@
 #pragma once
 #include "grouped.cuh"
 
-// Part of a row group's state: four neighbouring dims of one lane. The reference is what the numerator and the sum are
-// relative to, NOTHING where nothing was seen.
+// Part of a row group's state: four neighbouring dims of one lane. The numerator and the sum are relative to the reference,
+// which is NOTHING where nothing was seen; the peak is the true maximum.
 struct State {
     float4 numerator;
-    float reference, sum;
+    float reference, sum, peak;
 };
 
 // The state of the tokens of both, of which `next` come later.
@@ -14,6 +14,7 @@ __device__ __forceinline__ void merge(State& all, const State& next) {
     const float reference = fmaxf(all.reference, next.reference);
     const float before = exp2_approx(all.reference - reference), after = exp2_approx(next.reference - reference);
     all.reference = reference;
+    all.peak = fmaxf(all.peak, next.peak);
     all.sum = __fmaf_rn(before, all.sum, __fmul_rn(after, next.sum));
     all.numerator.x = __fmaf_rn(before, all.numerator.x, __fmul_rn(after, next.numerator.x));
     all.numerator.y = __fmaf_rn(before, all.numerator.y, __fmul_rn(after, next.numerator.y));
@@ -42,7 +43,8 @@ constexpr int QUADS = D / 4;
 // One state of a lane and four dims among the partials in global memory, those of segments or those of folds.
 __device__ __forceinline__ State load_state(const Params& p, long long partial, int item) {
     const long long at = partial + item / QUADS;
-    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), __ldcg(p.references + at), __ldcg(p.sums + at)};
+    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), __ldcg(p.references + at),
+            __ldcg(p.sums + at), __ldcg(p.peaks + at)};
 }
 
 // Division, rounding, and the state when it is asked for.
@@ -53,24 +55,23 @@ __device__ __forceinline__ void finish(const Params& p, const Work& work, int it
     if (row_in_request >= work.rows) return;
     const long long row = work.first_row + row_in_request;
     const bool empty = all.sum == 0.0f;
-    float x[4] = {all.numerator.x * p.v_scale, all.numerator.y * p.v_scale, all.numerator.z * p.v_scale, all.numerator.w * p.v_scale};
+    // Relative to the true maximum, as a state that leaves the kernel is, so that its division gives the same bits.
+    const float factor = empty ? 0.0f : exp2_approx(all.reference - all.peak), sum = all.sum * factor;
+    float x[4] = {all.numerator.x, all.numerator.y, all.numerator.z, all.numerator.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : x[i] * factor * p.v_scale;
     if (p.state_numerator) {
-        // A state that leaves the kernel is relative to the true maximum.
-        float maximum = -INFINITE;
-#pragma unroll 1
-        for (int i = 0; i < work.segments; ++i) maximum = fmaxf(maximum, __ldcg(p.peaks + partial_of(work, i) + lane));
-        const float factor = exp2_approx(all.reference - maximum);
         const long long at = row * p.q_heads + head;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p.state_numerator[at * D + dim + i] = empty ? 0.0f : x[i] * factor;
+        for (int i = 0; i < 4; ++i) p.state_numerator[at * D + dim + i] = x[i];
         if (dim == 0) {
-            p.state_maximum[at] = empty ? -INFINITE : maximum;
-            p.state_sum[at] = empty ? 0.0f : all.sum * factor;
+            p.state_maximum[at] = empty ? -INFINITE : all.peak;
+            p.state_sum[at] = sum;
         }
     }
     if (!p.out) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : __fdiv_rn(x[i], all.sum);
+    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : __fdiv_rn(x[i], sum);
     const long long at = row * p.out_row + head * p.out_head + dim * p.out_dim;
     if (p.out_type == 2) {
 #pragma unroll
@@ -164,6 +165,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
         if (item % QUADS == 0) {
             __stcg(p.references + fold_partial + lane, part.reference);
             __stcg(p.sums + fold_partial + lane, part.sum);
+            __stcg(p.peaks + fold_partial + lane, part.peak);
         }
     }
     if (!last_of(arrivals, folds)) return;
