@@ -182,8 +182,8 @@ class _Launch:
         self._start = driver.launchCooperativeKernel if together else driver.launchKernel
         self._configuration = (kernel.kernel.ptr, *grid, threads_of(problem.head_dim), 1, 1, shared_bytes)
         self._parameters = (where,) if together else (where, 0)
-        self._buffers = None
-        self._out_strides = None
+        self._buffers: workspace.Buffers | None = None
+        self._out_strides: tuple[int, ...] | None = None
         # What the addresses in the parameters point to.
         self._kept = (call, state)
 
