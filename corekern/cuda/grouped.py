@@ -48,11 +48,21 @@ PARAMS = np.dtype(
         ("page_shift", np.uint32),
         *(
             (name, np.int32)
-            for name in ("granule", "together", "q_aligned", "out_type", "zero_q", "negate_q")
+            for name in (
+                "kv_heads",
+                "group_magic",
+                "covered",
+                "granule",
+                "together",
+                "q_aligned",
+                "out_type",
+                "zero_q",
+                "negate_q",
+            )
         ),
         ("scale", np.float32),
         ("v_scale", np.float32),
-        ("padding", np.uint8, 8),
+        ("padding", np.uint8, 60),
     ]
 )
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -152,7 +162,9 @@ class _Launch:
         one["length_stride"] = call.row_lengths.strides[0] // 4
         one["start_stride"] = call.query_start_loc.strides[0] // 4
         one["rows"], one["requests"] = problem.rows, problem.requests
-        one["group"], one["q_heads"] = group, problem.q_heads
+        one["group"], one["q_heads"], one["kv_heads"] = group, problem.q_heads, problem.kv_heads
+        one["group_magic"] = (1 << 16) // group + 1
+        one["covered"] = blocks * lanes // group
         one["q_row"], one["q_head"] = (s // 2 for s in call.q.strides[:2])
         self._q_aligned = all(
             s % 16 == 0 for n, s in zip(call.q.shape[:2], call.q.strides[:2], strict=True) if n > 1

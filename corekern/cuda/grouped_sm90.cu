@@ -694,10 +694,9 @@ grouped_attention(const __grid_constant__ Params p) {
     }
 
     // One request's queries are asked for before anything is known, as if it owned all rows from the first.
-    const int kv_heads = p.q_heads / p.group, lane_block = blockIdx.y / kv_heads, kv_head = blockIdx.y - lane_block * kv_heads;
     const Early early = load_early(p, thread);
     Queries<THREADS> queries;
-    if (p.requests == 1) queries = load_queries<THREADS>(p, kv_head, lane_block, 0, p.rows, thread);
+    if (p.requests == 1) queries = load_queries<THREADS>(p, 0, p.rows, thread);
     if (thread == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(base + FULL_K + i * 8, MAPS ? 1 : 33);
@@ -717,7 +716,7 @@ grouped_attention(const __grid_constant__ Params p) {
     Work work;
     if (!find_work(p, early, work, thread, THREADS)) return;
     if (p.requests != 1 || work.first_row != 0)
-        queries = load_queries<THREADS>(p, kv_head, lane_block, work.first_row, work.rows, thread);
+        queries = load_queries<THREADS>(p, work.first_row, work.rows, thread);
     __syncthreads();
     if (role < SCORE_GROUPS && thread % 128 < 32) {
 #pragma unroll 1
