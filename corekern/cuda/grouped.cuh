@@ -32,7 +32,8 @@ struct Params {
     const int *block_table, *row_lengths, *query_start_loc;
     void* out;
     float *state_numerator, *state_maximum, *state_sum;  // or null
-    float *numerators, *references, *sums, *peaks;       // partials: of segments, then of folds
+    float* numerators;                                   // partials: of segments, then of folds
+    float4* totals;                                      // of each lane: reference, sum, peak
     int* arrivals;                                       // zero between launches
     long long k_page, k_token, k_head, v_page, v_token, v_head;
     long long q_row, q_head, out_row, out_head, out_dim, table_row, table_column, length_stride, start_stride;
@@ -116,7 +117,34 @@ __device__ __forceinline__ void fill_rows(const Params& p, int first, int past, 
     }
 }
 
-// What a block asks for first. Cold, each of the trips to memory that follow one another takes most of a microsecond.
+// Until the kernels before this one are done, where it was launched to start before they are; and lets the next one start.
+// What a kernel computes may be touched only after this.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if TARGET_ARCH >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Cold, each of the trips to memory that follow one another takes most of a microsecond. So what is certain or likely to
+// be wanted is on its way to the L2 cache before anything is known; each block asks for a part of the block table and of q.
+__device__ __forceinline__ void prefetch_early(const Params& p, int thread) {
+    if (thread == 0) {
+        prefetch_l2(p.query_start_loc + blockIdx.z * p.start_stride);
+        prefetch_l2(p.row_lengths);
+        if (blockIdx.x * 32 < p.table_width && p.table_column == 1)
+            prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
+    }
+    const int row_head = blockIdx.x * 32 + thread;
+    if (p.requests == 1 && thread < 32 && row_head < p.rows * p.q_heads) {
+        const int row = row_head / p.q_heads;
+        const unsigned short* from = p.q + row * p.q_row + (row_head - row * p.q_heads) * p.q_head;
+#pragma unroll
+        for (int i = 0; i < D; i += 64) prefetch_l2(from + i);
+    }
+}
+
+// What a block reads first.
 struct Early {
     int first_row, past_row;
     int length;  // of one request's row `in_warp`, whatever query_start_loc says
@@ -128,9 +156,6 @@ __device__ __forceinline__ Early load_early(const Params& p, int thread) {
     early.past_row = p.query_start_loc[(blockIdx.z + 1) * p.start_stride];
     early.length = 0;
     if (p.requests == 1 && thread % 32 < p.rows) early.length = p.row_lengths[thread % 32 * p.length_stride];
-    // Each block a part of the block table, which is likely to be wanted.
-    if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
-        prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
     return early;
 }
 

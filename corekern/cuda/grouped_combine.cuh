@@ -51,8 +51,8 @@ constexpr int QUADS = D / 4;
 // One state of a lane and four dims among the partials in global memory, those of segments or those of folds.
 __device__ __forceinline__ State load_state(const Params& p, long long partial, int item) {
     const long long at = partial + item / QUADS;
-    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), __ldcg(p.references + at),
-            __ldcg(p.sums + at), __ldcg(p.peaks + at)};
+    const float4 totals = __ldcg(p.totals + at);
+    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), totals.x, totals.y, totals.z};
 }
 
 // Division, rounding, and the state when it is asked for.
@@ -163,11 +163,8 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
         const State part = fold_segments(f, item);
         const int lane = item / QUADS;
         __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D) + item % QUADS, part.numerator);
-        if (item % QUADS == 0) {
-            __stcg(p.references + fold_partial + lane, part.reference);
-            __stcg(p.sums + fold_partial + lane, part.sum);
-            __stcg(p.peaks + fold_partial + lane, part.peak);
-        }
+        if (item % QUADS == 0)
+            __stcg(p.totals + fold_partial + lane, make_float4(part.reference, part.sum, part.peak, 0.0f));
     }
     if (!last_of(arrivals, folds)) return;
 #pragma unroll 1
