@@ -28,9 +28,8 @@
 //
 // Tried and lost: a maximum of every tile and weights for every tile (46 clocks a token); q asked for after the first
 // copies (it queues behind them: 3 us); maps of the smaller copies not prefetched (4 us in the blocks that cross a page);
-// arrivals counted back to zero (0.7 us); four chains over head_dim with Kahan's sum instead of two and one addition (3
-// clocks a token and no smaller error); clusters that combine in distributed shared memory (only 15 clusters of eight such
-// blocks fit on the card).
+// arrivals counted back to zero (0.7 us); clusters that combine in distributed shared memory (only 15 clusters of eight
+// such blocks fit on the card).
 #include "grouped_combine.cuh"
 #include "wgmma.cuh"
 
@@ -122,8 +121,9 @@ __device__ __forceinline__ void to_f16x2(unsigned codes, unsigned& low, unsigned
             "  cvt.rn.f16x2.e4m3x2 %1, h; }"
             : "=r"(low), "=r"(high) : "r"(codes));
     } else {
-        low = __byte_perm(codes, 0, 0x1404);
-        high = __byte_perm(codes, 0, 0x3424);
+        // As PTX, so that the compiler leaves it before the products that use it.
+        asm volatile("prmt.b32 %0, %1, 0, 0x1404;" : "=r"(low) : "r"(codes));
+        asm volatile("prmt.b32 %0, %1, 0, 0x3424;" : "=r"(high) : "r"(codes));
     }
 }
 
