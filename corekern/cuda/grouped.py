@@ -64,7 +64,7 @@ PARAMS = np.dtype(
         ("padding", np.uint8, 4),
     ]
 )
-_WORD = {name: (PARAMS.fields or {})[name][1] // 8 for name in ("q", "out")}
+_WORD = {name: PARAMS.fields[name][1] // 8 for name in ("q", "out")}  # type: ignore[index]
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 
 
