@@ -32,13 +32,16 @@ struct Params {
     const int *block_table, *row_lengths, *query_start_loc;
     void* out;
     float *state_numerator, *state_maximum, *state_sum;  // or null
-    float *numerators, *references, *sums, *peaks;       // partials: of segments, then of folds
+    float* numerators;                                   // partials: of segments, then of folds
+    float4* totals;                                      // of each lane: reference, sum, peak
     int* arrivals;                                       // zero between launches
     long long k_page, k_token, k_head, v_page, v_token, v_head;
     long long q_row, q_head, out_row, out_head, out_dim, table_row, table_column, length_stride, start_stride;
     long long num_pages;
     int page_size, table_width, rows, requests, group, q_heads;
     unsigned page_magic, page_shift;  // token / page_size = 2 token * page_magic >> 32 + page_shift, for any token
+    int kv_heads, group_magic;  // i / group = i * group_magic >> 16, for the lanes of a request
+    int covered;                // rows of a request that the lane blocks have room for
     int granule, together;  // granule: bytes a cache access may take when there are no maps
     int q_aligned, out_type, zero_q, negate_q;
     float scale, v_scale;  // softmax_scale * k_scale * log2(e), not negative
@@ -114,7 +117,34 @@ __device__ __forceinline__ void fill_rows(const Params& p, int first, int past, 
     }
 }
 
-// What a block asks for first. Cold, each of the trips to memory that follow one another takes most of a microsecond.
+// Until the kernels before this one are done, where it was launched to start before they are; and lets the next one start.
+// What a kernel computes may be touched only after this.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if TARGET_ARCH >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Cold, each of the trips to memory that follow one another takes most of a microsecond. So what is certain or likely to
+// be wanted is on its way to the L2 cache before anything is known; each block asks for a part of the block table and of q.
+__device__ __forceinline__ void prefetch_early(const Params& p, int thread) {
+    if (thread == 0) {
+        prefetch_l2(p.query_start_loc + blockIdx.z * p.start_stride);
+        prefetch_l2(p.row_lengths);
+        if (blockIdx.x * 32 < p.table_width && p.table_column == 1)
+            prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
+    }
+    const int row_head = blockIdx.x * 32 + thread;
+    if (p.requests == 1 && thread < 32 && row_head < p.rows * p.q_heads) {
+        const int row = row_head / p.q_heads;
+        const unsigned short* from = p.q + row * p.q_row + (row_head - row * p.q_heads) * p.q_head;
+#pragma unroll
+        for (int i = 0; i < D; i += 64) prefetch_l2(from + i);
+    }
+}
+
+// What a block reads first.
 struct Early {
     int first_row, past_row;
     int length;  // of one request's row `in_warp`, whatever query_start_loc says
@@ -126,9 +156,6 @@ __device__ __forceinline__ Early load_early(const Params& p, int thread) {
     early.past_row = p.query_start_loc[(blockIdx.z + 1) * p.start_stride];
     early.length = 0;
     if (p.requests == 1 && thread % 32 < p.rows) early.length = p.row_lengths[thread % 32 * p.length_stride];
-    // Each block a part of the block table, which is likely to be wanted.
-    if (thread == 0 && blockIdx.x * 32 < p.table_width && p.table_column == 1)
-        prefetch_l2(p.block_table + blockIdx.z * p.table_row + blockIdx.x * 32);
     return early;
 }
 
@@ -136,9 +163,10 @@ __device__ __forceinline__ Early load_early(const Params& p, int thread) {
 __device__ __forceinline__ bool find_work(const Params& p, const Early& early, Work& work, int thread, int threads) {
     const int in_warp = thread % 32;
     work.request = blockIdx.z;
-    const int kv_heads = p.q_heads / p.group;
-    work.lane_block = blockIdx.y / kv_heads;
-    work.kv_head = blockIdx.y - work.lane_block * kv_heads;
+    work.kv_head = blockIdx.y;
+    work.lane_block = 0;
+#pragma unroll 1
+    for (; work.kv_head >= p.kv_heads; work.kv_head -= p.kv_heads) ++work.lane_block;
     // What is not as documented touches nothing: rows outside q.
     work.first_row = min(max(early.first_row, 0), p.rows);
     work.rows = min(max(early.past_row - work.first_row, 0), p.rows - work.first_row);
@@ -157,19 +185,17 @@ __device__ __forceinline__ bool find_work(const Params& p, const Early& early, W
     work.shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
 
     const Segments segments = segments_of(work.longest);
-    if (blockIdx.x == 0) {
-        const int covered = gridDim.y / kv_heads * N / p.group;
-        const float nan = __uint_as_float(0x7FC00000);
-        if (work.lane_block == 0 && work.rows > covered)
-            fill_rows(p, work.first_row + covered, work.first_row + work.rows, work.kv_head, nan, thread, threads);
-        if (work.lane_block == 0 && segments.count == 0)
-            fill_rows(p, work.first_row, work.first_row + min(work.rows, covered), work.kv_head, 0.0f, thread, threads);
-    }
-    if (work.request == 0 && work.lane_block == 0) {
-        const int owned = min(max(p.query_start_loc[p.requests * p.start_stride], 0), p.rows);
+    if (work.lane_block == 0) {
+        if (blockIdx.x == 0 && work.rows > p.covered)
+            fill_rows(p, work.first_row + p.covered, work.first_row + work.rows, work.kv_head, __uint_as_float(0x7FC00000), thread, threads);
+        // A request that sees nothing, and after the last the rows of nobody.
+        const bool nothing = segments.count == 0, last = work.request == p.requests - 1;
+        if (nothing || last) {
+            const int first = work.first_row + (nothing ? 0 : work.rows), past = last ? p.rows : work.first_row + work.rows;
 #pragma unroll 1
-        for (int row = owned + blockIdx.x; row < p.rows; row += gridDim.x)
-            fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, threads);
+            for (int row = first + blockIdx.x; row < past; row += gridDim.x)
+                fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, threads);
+        }
     }
     if (blockIdx.x >= segments.count || work.lane_block * N >= work.rows * p.group) return false;
     const int first_tile = blockIdx.x * segments.tiles_each;
@@ -189,27 +215,32 @@ template <int THREADS> struct Queries {
 
 // Asks for q and the lengths; nothing waits for them yet.
 template <int THREADS>
-__device__ __forceinline__ Queries<THREADS> load_queries(const Params& p, int kv_head, int lane_block, int first_row, int rows, int thread) {
+__device__ __forceinline__ Queries<THREADS> load_queries(const Params& p, int first_row, int rows, int thread) {
     constexpr int parts = D / 8;
+    int kv_head = blockIdx.y, lane_block = 0;
+#pragma unroll 1
+    for (; kv_head >= p.kv_heads; kv_head -= p.kv_heads) ++lane_block;
     Queries<THREADS> queries;
 #pragma unroll
     for (int i = 0; i < queries.items; ++i) {
         const int item = thread + i * THREADS, lane = item / parts, part = item % parts;
         const int pair = lane_block * N + lane;
-        const int row = pair / p.group, head = pair - row * p.group;
+        const int row = pair * p.group_magic >> 16, head = pair - row * p.group;
         const bool real = lane < N && row < rows;
         unsigned(&word)[4] = queries.word[i];
         word[0] = word[1] = word[2] = word[3] = 0;
         queries.length[i] = 0;
         if (real && part == 0) queries.length[i] = p.row_lengths[(first_row + row) * p.length_stride];
-        if (real && !p.zero_q) {
-            const unsigned short* from = p.q + (first_row + row) * p.q_row + (kv_head * p.group + head) * p.q_head + part * 8;
-            if (p.q_aligned) {
-                const uint4 v = *reinterpret_cast<const uint4*>(from);
-                word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
-            } else {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) word[k] = from[2 * k] | static_cast<unsigned>(from[2 * k + 1]) << 16;
+        if (!real || p.zero_q) continue;
+        const unsigned short* from = p.q + (first_row + row) * p.q_row + (kv_head * p.group + head) * p.q_head + part * 8;
+        if (p.q_aligned) {
+            const uint4 v = *reinterpret_cast<const uint4*>(from);
+            word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+        } else {
+#pragma unroll 1
+            for (int k = 0; k < 4; ++k) {
+                const unsigned pair = from[2 * k] | static_cast<unsigned>(from[2 * k + 1]) << 16;
+                word[0] = word[1], word[1] = word[2], word[2] = word[3], word[3] = pair;
             }
         }
     }
@@ -232,7 +263,7 @@ __device__ __forceinline__ void store_queries(const Params& p, const Work& work,
     for (int i = 0; i < queries.items; ++i) {
         const int item = thread + i * THREADS, lane = item / parts, part = item % parts;
         if (N * parts % THREADS != 0 && lane >= N) break;
-        const bool real = (work.lane_block * N + lane) / p.group < work.rows;
+        const bool real = (work.lane_block * N + lane) * p.group_magic >> 16 < work.rows;
         unsigned(&word)[4] = queries.word[i];
         if (!real) word[0] = word[1] = word[2] = word[3] = 0;
         float scale = p.zero_q ? 1.0f : p.scale;

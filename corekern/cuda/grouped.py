@@ -2,13 +2,11 @@
 
 One kernel launch a call: the kernel reads row_lengths, query_start_loc, the block table and the caches on the
 device, and combines its own splits. What it needs is packed once, into the struct that `grouped.cuh` reads; a
-call then sets the addresses that changed and goes straight to the driver, since CuPy's RawKernel takes tens of
-microseconds to look at arguments again.
+call then sets the addresses that changed and goes straight to the driver: see `launch.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 from corekern import workspace
 from corekern.cuda import loader
 from corekern.cuda.kernels import GROUPED_SM90_SHARED
+from corekern.cuda.launch import Launch
 from corekern.cuda.tensor_map import can_map, tensor_map
 from corekern.routing import AttentionProblem
 from corekern.state import PartialState
@@ -38,7 +37,7 @@ PARAMS = np.dtype(
             for name in ("k", "v", "q", "block_table", "row_lengths", "query_start_loc", "out")
         ),
         *((name, np.uint64) for name in ("state_numerator", "state_maximum", "state_sum")),
-        *((name, np.uint64) for name in ("numerators", "references", "sums", "peaks", "arrivals")),
+        *((name, np.uint64) for name in ("numerators", "totals", "arrivals")),
         *((name, np.int64) for name in ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")),
         *((name, np.int64) for name in ("q_row", "q_head", "out_row", "out_head", "out_dim")),
         *((name, np.int64) for name in ("table_row", "table_column", "length_stride", "start_stride")),
@@ -48,11 +47,21 @@ PARAMS = np.dtype(
         ("page_shift", np.uint32),
         *(
             (name, np.int32)
-            for name in ("granule", "together", "q_aligned", "out_type", "zero_q", "negate_q")
+            for name in (
+                "kv_heads",
+                "group_magic",
+                "covered",
+                "granule",
+                "together",
+                "q_aligned",
+                "out_type",
+                "zero_q",
+                "negate_q",
+            )
         ),
         ("scale", np.float32),
         ("v_scale", np.float32),
-        ("padding", np.uint8, 8),
+        ("padding", np.uint8, 12),
     ]
 )
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -134,7 +143,7 @@ class _Launch:
         self._states = row_groups * (segments + segments // FOLD) * lanes
         self._head_dim = problem.head_dim
         self._counters = row_groups * (1 + segments // FOLD)
-        self._workspace_bytes = self._states * (problem.head_dim + 3) * 4
+        self._workspace_bytes = self._states * (problem.head_dim + 4) * 4
         grid = (segments, problem.kv_heads * blocks, problem.requests)
         together = math.prod(grid) <= cp.cuda.Device().attributes["MultiProcessorCount"]
 
@@ -152,7 +161,9 @@ class _Launch:
         one["length_stride"] = call.row_lengths.strides[0] // 4
         one["start_stride"] = call.query_start_loc.strides[0] // 4
         one["rows"], one["requests"] = problem.rows, problem.requests
-        one["group"], one["q_heads"] = group, problem.q_heads
+        one["group"], one["q_heads"], one["kv_heads"] = group, problem.q_heads, problem.kv_heads
+        one["group_magic"] = (1 << 16) // group + 1
+        one["covered"] = blocks * lanes // group
         one["q_row"], one["q_head"] = (s // 2 for s in call.q.strides[:2])
         self._q_aligned = all(
             s % 16 == 0 for n, s in zip(call.q.shape[:2], call.q.strides[:2], strict=True) if n > 1
@@ -162,8 +173,6 @@ class _Launch:
         # The kernel takes maxima before it scales, so the sign goes to q; and 0 x infinity must not be NaN.
         one["scale"], one["negate_q"], one["zero_q"] = abs(scale), scale < 0, scale == 0
         one["v_scale"] = call.cache.v_scale
-
-        from cupy_backends.cuda.api import driver
 
         kernel = loader.kernel(
             "grouped_sm90.cu",
@@ -177,11 +186,9 @@ class _Launch:
         )
         shared_bytes = GROUPED_SM90_SHARED
         kernel.max_dynamic_shared_size_bytes = shared_bytes
-        self._pointers = (ctypes.c_void_p * 1)(self._params.ctypes.data)
-        where = ctypes.addressof(self._pointers)
-        self._start = driver.launchCooperativeKernel if together else driver.launchKernel
-        self._configuration = (kernel.kernel.ptr, *grid, threads_of(problem.head_dim), 1, 1, shared_bytes)
-        self._parameters = (where,) if together else (where, 0)
+        self._launch = Launch(
+            kernel, grid, threads_of(problem.head_dim), shared_bytes, self._params, cooperative=together
+        )
         self._buffers: workspace.Buffers | None = None
         self._out_strides: tuple[int, ...] | None = None
         # What the addresses in the parameters point to.
@@ -194,8 +201,7 @@ class _Launch:
             self._buffers = buffers
             first = loader.address(buffers.partials)
             one["numerators"] = first
-            for i, name in enumerate(("references", "sums", "peaks")):
-                one[name] = first + self._states * (self._head_dim + i) * 4
+            one["totals"] = first + self._states * self._head_dim * 4
             one["arrivals"] = loader.address(buffers.counters)
         address = q.data.ptr
         one["q"] = address
@@ -205,7 +211,7 @@ class _Launch:
             if out.strides != self._out_strides:
                 self._out_strides = out.strides
                 one["out_row"], one["out_head"], one["out_dim"] = (s // out.itemsize for s in out.strides)
-        self._start(*self._configuration, stream, *self._parameters)
+        self._launch(stream)
 
 
 def _describe_cache(one: Any, cache: Any) -> bool:

@@ -38,20 +38,28 @@ template <class Load> __device__ __forceinline__ State merge_all(int count, Load
     return all;
 }
 
+// Adds and returns what was there. What this block stored before its last barrier is seen by who reads the sum, and what others
+// stored before they added is seen after it.
+__device__ __forceinline__ int count_arrival(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 constexpr int QUADS = D / 4;
 
 // One state of a lane and four dims among the partials in global memory, those of segments or those of folds.
 __device__ __forceinline__ State load_state(const Params& p, long long partial, int item) {
     const long long at = partial + item / QUADS;
-    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), __ldcg(p.references + at),
-            __ldcg(p.sums + at), __ldcg(p.peaks + at)};
+    const float4 totals = __ldcg(p.totals + at);
+    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), totals.x, totals.y, totals.z};
 }
 
 // Division, rounding, and the state when it is asked for.
 __device__ __forceinline__ void finish(const Params& p, const Work& work, int item, const State& all) {
     const int lane = item / QUADS, dim = item % QUADS * 4;
     const int pair = work.lane_block * N + lane;
-    const int row_in_request = pair / p.group, head = work.kv_head * p.group + pair - row_in_request * p.group;
+    const int row_in_request = pair * p.group_magic >> 16, head = work.kv_head * p.group + pair - row_in_request * p.group;
     if (row_in_request >= work.rows) return;
     const long long row = work.first_row + row_in_request;
     const bool empty = all.sum == 0.0f;
@@ -112,13 +120,8 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
     if (p.together) {
         __syncthreads();
         if (thread == 0) {
-            // What the others stored before the barrier is ordered by this fence too.
-            __threadfence();
-            atomicAdd(arrivals, 1);
-            int arrived;
-            do {
-                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
-            } while (arrived < segments);
+            int arrived = count_arrival(arrivals) + 1;
+            while (arrived < segments) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
         }
         __syncthreads();
         const int each = (items + segments - 1) / segments;
@@ -136,7 +139,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
                 finish(p, work, begin + thread, merge_all(folds, [&](int f) { return scratch[f * SLICE + thread]; }));
             __syncthreads();
         }
-        if (thread == 0 && atomicAdd(arrivals + 1, 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
+        if (thread == 0 && count_arrival(arrivals + 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
         return;
     }
 
@@ -146,11 +149,9 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
     auto last_of = [&](int* counter, int count) {
         __syncthreads();
         if (thread == 0) {
-            __threadfence();
-            const bool last = atomicAdd(counter, 1) == count - 1;
+            const bool last = count_arrival(counter) == count - 1;
             // Ready for the next launch.
             if (last) *counter = 0;
-            __threadfence();
             store_shared(last_at, last);
         }
         __syncthreads();
@@ -162,11 +163,8 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
         const State part = fold_segments(f, item);
         const int lane = item / QUADS;
         __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D) + item % QUADS, part.numerator);
-        if (item % QUADS == 0) {
-            __stcg(p.references + fold_partial + lane, part.reference);
-            __stcg(p.sums + fold_partial + lane, part.sum);
-            __stcg(p.peaks + fold_partial + lane, part.peak);
-        }
+        if (item % QUADS == 0)
+            __stcg(p.totals + fold_partial + lane, make_float4(part.reference, part.sum, part.peak, 0.0f));
     }
     if (!last_of(arrivals, folds)) return;
 #pragma unroll 1

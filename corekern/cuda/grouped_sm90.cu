@@ -289,8 +289,7 @@ __device__ __forceinline__ void fetch_chunks(const Params& p, int kv_head, unsig
     __syncwarp();
 }
 
-__device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, unsigned base, int tile, int in_warp) {
-    const Places places = find_tile(p, work, tile, in_warp);
+__device__ __forceinline__ void fetch_tile(const Params& p, const Work& work, unsigned base, int tile, const Places& places, int in_warp) {
     if constexpr (MAPS)
         fetch_boxes(p, work, base, tile, places, in_warp);
     else
@@ -368,7 +367,8 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             if (c + 1 == STEPS && warp_in_group == 0 && tile >= SCORE_GROUPS && tile - SCORE_GROUPS + STAGES < tiles) {
                 const bool empty = mbarrier_test(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
                 if (__all_sync(0xFFFFFFFF, empty)) {
-                    fetch_tile(p, work, base, tile - SCORE_GROUPS + STAGES, thread_anew() % 32);
+                    const int in_warp = thread_anew() % 32, later = tile - SCORE_GROUPS + STAGES;
+                    fetch_tile(p, work, base, later, find_tile(p, work, later, in_warp), in_warp);
                     fetched = tile;
                 }
             }
@@ -487,8 +487,10 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
         // Page ids come from the L1 cache but for the first of each 32.
         const int later = tile - SCORE_GROUPS + STAGES;
-        if (warp_in_group == 0 && tile >= SCORE_GROUPS && later < tiles && fetched != tile)
-            fetch_tile(p, work, base, later, thread_anew() % 32);
+        if (warp_in_group == 0 && tile >= SCORE_GROUPS && later < tiles && fetched != tile) {
+            const int in_warp = thread_anew() % 32;
+            fetch_tile(p, work, base, later, find_tile(p, work, later, in_warp), in_warp);
+        }
     }
 
     // The last tile was another warpgroup's.
@@ -538,9 +540,9 @@ __device__ __forceinline__ void store_totals(const Params& p, const Work& work, 
         sum += load_shared_float(base + AT_SUMS + (w * N + lane) * 4);
     }
     const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
-    __stcg(p.references + partial + lane, idle ? NOTHING : load_shared_float(base + AT_REFERENCE + lane * 4));
-    __stcg(p.sums + partial + lane, idle ? 0.0f : sum * (1.0f / P_SCALE));
-    __stcg(p.peaks + partial + lane, idle ? -INFINITE : peak * load_shared_float(base + AT_SCALE + lane * 4));
+    const float reference = load_shared_float(base + AT_REFERENCE + lane * 4), scale = load_shared_float(base + AT_SCALE + lane * 4);
+    __stcg(p.totals + partial + lane, idle ? make_float4(NOTHING, 0.0f, -INFINITE, 0.0f)
+                                           : make_float4(reference, sum * (1.0f / P_SCALE), peak * scale, 0.0f));
 }
 
 // O^T: this warpgroup's dims of every tile.
@@ -691,13 +693,10 @@ grouped_attention(const __grid_constant__ Params p) {
     if (MAPS && thread == 0) {
         prefetch_map(p.k_tile);
         prefetch_map(p.v_tile);
+        prefetch_map(p.k_sub);
+        prefetch_map(p.v_sub);
     }
-
-    // One request's queries are asked for before anything is known, as if it owned all rows from the first.
-    const int kv_heads = p.q_heads / p.group, lane_block = blockIdx.y / kv_heads, kv_head = blockIdx.y - lane_block * kv_heads;
-    const Early early = load_early(p, thread);
-    Queries<THREADS> queries;
-    if (p.requests == 1) queries = load_queries<THREADS>(p, kv_head, lane_block, 0, p.rows, thread);
+    prefetch_early(p, thread);
     if (thread == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(base + FULL_K + i * 8, MAPS ? 1 : 33);
@@ -714,15 +713,28 @@ grouped_attention(const __grid_constant__ Params p) {
     }
     if (thread < N) store_shared(base + AT_REFERENCE + thread * 4, __float_as_uint(NOTHING));
     if (thread < SCORE_GROUPS * N) store_shared(base + AT_PEAK + thread * 4, ordered(__float_as_int(-INFINITE)));
+    wait_for_earlier_kernels();
+
+    const Early early = load_early(p, thread);
+    // One request's queries are asked for before anything is known, as if it owned all rows from the first.
+    Queries<THREADS> queries;
+    if (p.requests == 1) queries = load_queries<THREADS>(p, 0, p.rows, thread);
     Work work;
     if (!find_work(p, early, work, thread, THREADS)) return;
     if (p.requests != 1 || work.first_row != 0)
-        queries = load_queries<THREADS>(p, kv_head, lane_block, work.first_row, work.rows, thread);
+        queries = load_queries<THREADS>(p, work.first_row, work.rows, thread);
     __syncthreads();
     if (role < SCORE_GROUPS && thread % 128 < 32) {
-#pragma unroll 1
-        for (int tile = role; tile < min(work.tiles, STAGES); tile += SCORE_GROUPS)
-            fetch_tile(p, work, base, tile, in_warp);
+        // All are looked up before the first is copied.
+        constexpr int first = (STAGES + SCORE_GROUPS - 1) / SCORE_GROUPS;
+        Places places[first];
+#pragma unroll
+        for (int i = 0; i < first; ++i) places[i] = find_tile(p, work, role + i * SCORE_GROUPS, in_warp);
+#pragma unroll
+        for (int i = 0; i < first; ++i) {
+            const int tile = role + i * SCORE_GROUPS;
+            if (tile < min(work.tiles, STAGES)) fetch_tile(p, work, base, tile, places[i], in_warp);
+        }
     }
     store_queries<THREADS>(p, work, queries, {base + AT_Q, base + AT_LENGTH, base + AT_SCALE}, thread);
     // Read again from shared memory where it is needed: in registers it would be in the loops' way.
