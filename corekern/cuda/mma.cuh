@@ -19,7 +19,12 @@ constexpr int UNIT = HAS_LDMATRIX ? 1 : 2;      // products of 8 columns that on
 constexpr int A_WORDS = HAS_LDMATRIX ? 4 : 8;
 constexpr int B_WORDS = HAS_LDMATRIX ? 2 : 8;
 
-__device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }
+// Read anew: what is computed from it then takes no registers outside the loop where it is needed.
+__device__ __forceinline__ int lane_of_warp() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 
 #if HAS_LDMATRIX
 __device__ __forceinline__ int row_of(int r) { return lane_of_warp() / 4 + 8 * r; }
@@ -142,44 +147,41 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_two_matrices(uns
         asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(row) : "memory");
 }
 
-// Keys: 16 tokens of a tile, 64 dims from 64 * part. `marks` gathers what is NaN where the conversion does not keep it:
+// Keys: 16 tokens of a tile, 32 dims from 32 * part. `marks` gathers what is NaN where the conversion does not keep it:
 // of the thread's tokens row_of(0) and row_of(1) (sm_75), or of one token, key_row() (sm_70).
 constexpr bool MARKS_KEYS = !HAS_FP8_CONVERSION;
 template <class Format, int DIMS>
-__device__ __forceinline__ void load_keys(Left (&a)[4], unsigned tile, int first_token, int part, unsigned (&marks)[2]) {
+__device__ __forceinline__ void load_keys(Left (&a)[2], unsigned tile, int first_token, int part, unsigned (&marks)[2]) {
     constexpr bool mark = MARKS_KEYS && same_type<Format, fp8_e4m3>;
 #if HAS_LDMATRIX
     const int token = first_token + (lane_of_warp() & 15), next = lane_of_warp() >> 4;
     if constexpr (is_fp8<Format>) {
+        unsigned m[4];
+        load_matrices(m, tile + in_tile<Format, DIMS>(token, 2 * part + next));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            unsigned m[4];
-            load_matrices(m, tile + in_tile<Format, DIMS>(token, 4 * part + 2 * i + next));
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if constexpr (mark) marks[k % 2] |= non_finite<Format>(m[k]);
-                to_f16x2<Format>(m[k], a[2 * i + k / 2].word[k % 2], a[2 * i + k / 2].word[2 + k % 2]);
-            }
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (mark) marks[i % 2] |= non_finite<Format>(m[i]);
+            to_f16x2<Format>(m[i], a[i / 2].word[i % 2], a[i / 2].word[2 + i % 2]);
         }
     } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) load_matrices(a[k].word, tile + in_tile<Format, DIMS>(token, 8 * part + 2 * k + next));
+        for (int k = 0; k < 2; ++k) load_matrices(a[k].word, tile + in_tile<Format, DIMS>(token, 4 * part + 2 * k + next));
     }
 #else
     const int token = first_token + (lane_of_warp() & 3) + 4 * row_half() + 8 * upper();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < 2; ++k) {
         if constexpr (is_fp8<Format>) {
             unsigned codes[4];
-            load_shared_4(codes, tile + in_tile<Format, DIMS>(token, 4 * part + k));
+            load_shared_4(codes, tile + in_tile<Format, DIMS>(token, 2 * part + k));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (mark) marks[0] |= non_finite<Format>(codes[i]);
                 to_f16x2<Format>(codes[i], a[k].word[2 * i], a[k].word[2 * i + 1]);
             }
         } else {
-            load_shared_4(a[k].word, tile + in_tile<Format, DIMS>(token, 8 * part + 2 * k));
-            load_shared_4(a[k].word + 4, tile + in_tile<Format, DIMS>(token, 8 * part + 2 * k + 1));
+            load_shared_4(a[k].word, tile + in_tile<Format, DIMS>(token, 4 * part + 2 * k));
+            load_shared_4(a[k].word + 4, tile + in_tile<Format, DIMS>(token, 4 * part + 2 * k + 1));
         }
     }
 #endif
