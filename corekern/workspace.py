@@ -24,6 +24,8 @@ class Buffers(NamedTuple):
     """(nbytes,) uint8."""
     counters: Any
     """int32, one for each KiB of partials and 1024 more. Zero, and left zero by every launch that counts in it."""
+    gatherings: Any
+    """(512, 2) uint32, equal in pairs, and left so by every launch: see grouped_combine.cuh."""
 
 
 _buffers: dict[tuple[int, int, str], Buffers] = {}
@@ -86,6 +88,8 @@ def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> 
                 _captured.append(buffers)
     elif buffers is None or not large_enough:
         buffers = _buffers[key] = Buffers(
-            cupy.empty(nbytes, cupy.uint8), cupy.zeros((nbytes >> 10) + 1024, cupy.int32)
+            cupy.empty(nbytes, cupy.uint8),
+            cupy.zeros((nbytes >> 10) + 1024, cupy.int32),
+            cupy.zeros((512, 2), cupy.uint32),
         )
     return pointer, buffers

@@ -42,6 +42,7 @@ def check_no_spills(resources: dict[str, nvrtc.Resources], entries: tuple[str, .
     for entry in entries:
         assert resources[entry].spill_bytes == 0, f"{entry} spills: {resources[entry]}"
         assert resources[entry].stack_bytes == 0, f"{entry} keeps arrays in local memory: {resources[entry]}"
+        assert not resources[entry].losses
 
 
 @pytest.fixture(scope="module")

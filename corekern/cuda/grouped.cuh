@@ -36,7 +36,8 @@ struct Params {
     float *state_numerator, *state_maximum, *state_sum;  // or null
     float* numerators;                                   // partials: of segments, then of folds
     float4* totals;                                      // of each lane: reference, sum, peak
-    int* arrivals;                                       // zero between launches
+    int* arrivals;                                       // COUNTERS of each row group: zero between launches
+    unsigned* gatherings;                                // of each row group, when together: (arrivals ever, before this launch)
     long long k_page, k_token, k_head, v_page, v_token, v_head;
     long long q_row, q_head, out_row, out_head, out_dim, table_row, table_column, length_stride, start_stride;
     long long num_pages;
@@ -85,6 +86,7 @@ struct Work {
     int begin;            // first token
     int tiles;
     int segments;         // of the row group
+    unsigned gathered;    // blocks of the row group that arrived in earlier launches
     int unmasked;         // tiles all of whose tokens are visible to every lane, but for missing pages
 };
 
@@ -150,6 +152,7 @@ __device__ __forceinline__ void prefetch_early(const Params& p, int thread) {
 struct Early {
     int first_row, past_row;
     int length;  // of one request's row `in_warp`, whatever query_start_loc says
+    unsigned gathered;
 };
 
 __device__ __forceinline__ Early load_early(const Params& p, int thread) {
@@ -157,6 +160,7 @@ __device__ __forceinline__ Early load_early(const Params& p, int thread) {
     early.first_row = p.query_start_loc[blockIdx.z * p.start_stride];
     early.past_row = p.query_start_loc[(blockIdx.z + 1) * p.start_stride];
     early.length = 0;
+    early.gathered = p.together ? p.gatherings[2 * (blockIdx.z * gridDim.y + blockIdx.y) + 1] : 0;
     if (p.requests == 1 && thread % 32 < p.rows) early.length = p.row_lengths[thread % 32 * p.length_stride];
     return early;
 }
@@ -214,6 +218,7 @@ __device__ __forceinline__ bool find_work(const Params& p, const Early& early, W
     work.begin = first_tile * TILE;
     work.tiles = min(max(segments.tiles - first_tile, 0), segments.tiles_each);
     work.segments = segments.count;
+    work.gathered = early.gathered;
     work.unmasked = max(work.shortest - work.begin, 0) / TILE;
     return true;
 }

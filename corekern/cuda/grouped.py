@@ -37,7 +37,7 @@ PARAMS = np.dtype(
             for name in ("k", "v", "q", "block_table", "row_lengths", "query_start_loc", "out")
         ),
         *((name, np.uint64) for name in ("state_numerator", "state_maximum", "state_sum")),
-        *((name, np.uint64) for name in ("numerators", "totals", "arrivals")),
+        *((name, np.uint64) for name in ("numerators", "totals", "arrivals", "gatherings")),
         *((name, np.int64) for name in ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")),
         *((name, np.int64) for name in ("q_row", "q_head", "out_row", "out_head", "out_dim")),
         *((name, np.int64) for name in ("table_row", "table_column", "length_stride", "start_stride")),
@@ -61,7 +61,7 @@ PARAMS = np.dtype(
         ),
         ("scale", np.float32),
         ("v_scale", np.float32),
-        ("padding", np.uint8, 12),
+        ("padding", np.uint8, 4),
     ]
 )
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -203,6 +203,7 @@ class _Launch:
             one["numerators"] = first
             one["totals"] = first + self._states * self._head_dim * 4
             one["arrivals"] = loader.address(buffers.counters)
+            one["gatherings"] = loader.address(buffers.gatherings)
         address = q.data.ptr
         one["q"] = address
         one["q_aligned"] = self._q_aligned and address % 16 == 0

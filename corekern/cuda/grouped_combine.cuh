@@ -40,9 +40,9 @@ template <class Load> __device__ __forceinline__ State merge_all(int count, Load
 
 // Adds and returns what was there. What this block stored before its last barrier is seen by who reads the sum, and what others
 // stored before they added is seen after it.
-__device__ __forceinline__ int count_arrival(int* counter) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+template <class T> __device__ __forceinline__ T count_arrival(T* counter) {
+    T before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 }
 
@@ -156,7 +156,6 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
     constexpr int items = N * QUADS;
     const int folds = (segments + FOLD - 1) / FOLD;
     const long long first_partial = partial_of(work, 0);
-    int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
     auto fold_segments = [&](int f, int item) {
         return merge_all(min(FOLD, segments - f * FOLD),
                          [&](int i) { return load_state(p, first_partial + (f * FOLD + i) * N, item); });
@@ -164,8 +163,13 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
     if (p.together) {
         __syncthreads();
         if (thread == 0) {
-            int arrived = count_arrival(arrivals) + 1;
-            while (arrived < segments) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(arrivals) : "memory");
+            unsigned* gathering = p.gatherings + 2 * row_group_of(work);
+            const unsigned all = work.gathered + segments;
+            unsigned arrived = count_arrival(gathering) + 1;
+            // All have read where this launch began, so the next one may begin here.
+            if (arrived == all) gathering[1] = all;
+            while (static_cast<int>(arrived - all) < 0)
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(gathering) : "memory");
         }
         __syncthreads();
         const int each = (items + segments - 1) / segments;
@@ -183,10 +187,10 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
                 finish(p, work, begin + thread, merge_all(folds, [&](int f) { return scratch[f * SLICE + thread]; }));
             __syncthreads();
         }
-        if (thread == 0 && count_arrival(arrivals + 1) == segments - 1) arrivals[0] = arrivals[1] = 0;
         return;
     }
 
+    int* arrivals = p.arrivals + row_group_of(work) * COUNTERS;
     // The folds' partials come after the segments'.
     const int f = blockIdx.x / FOLD, mine = min(FOLD, segments - f * FOLD);
     const long long fold_partial = first_partial + (MAX_SEGMENTS + f) * N;

@@ -32,6 +32,8 @@ class Resources:
     """Local memory a thread: arrays indexed at run time, and spills."""
     spill_bytes: int
     """Bytes stored to and loaded from local memory because registers ran out."""
+    losses: str = ""
+    """What the assembler says it gave up, such as matrix products that overlap."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def read_log(log: str) -> dict[str, Resources]:
             shared_bytes=int(shared[1]) if shared else 0,
             stack_bytes=int(stack[1]),
             spill_bytes=int(stack[2]) + int(stack[3]),
+            losses="; ".join(line for line in log.splitlines() if "Potential Performance Loss" in line),
         )
     return found
 
