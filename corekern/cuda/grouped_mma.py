@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SOURCE = "grouped_mma.cu"
-TILE = 64
 
 # KiB of shared memory: what one block may have, and what an SM has for all of them (CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability"). An architecture that is not here is taken for the least of
@@ -56,7 +55,7 @@ def lanes_on(arch: str) -> tuple[int, ...]:
 
 
 def shape(arch: str, choices: dict[str, str]) -> Shape | None:
-    """The shape of a specialisation, or None when no block of it fits an SM.
+    """The shape of a specialisation, or None where there is none.
 
     Two blocks an SM before one where registers allow it, since one computes while the other waits; then long steps, then
     many stages.
@@ -67,6 +66,8 @@ def shape(arch: str, choices: dict[str, str]) -> Shape | None:
     [(64, 1, 1), (32, 1, 1), (64, 3, 1), (64, 4, 1)]
     """
     head_dim, lanes = int(choices["HEAD_DIM"]), int(choices["LANES"])
+    if lanes not in lanes_on(arch) or (choices["FORMAT"] == "bfloat16" and number_of(arch) < 80):
+        return None
     threads = 256 if head_dim >= 128 else 128
     block_limit, sm_limit = (kib << 10 for kib in _SHARED.get(arch.rstrip("af"), (99, 100)))
     asynchronous = number_of(arch) >= 80

@@ -11,20 +11,12 @@
 // sm_70: four groups of eight threads (lanes 4q to 4q + 3 and 16 above) make one 8 x 8 x 4 product each; two groups share
 // the rows, two the columns, and rows are dealt out so that the 16-byte loads of eight threads do not collide.
 #pragma once
-#include "ptx.cuh"
-#include "shared.cuh"
+#include "mma_ptx.cuh"
 
 #define HAS_LDMATRIX (TARGET_ARCH >= 750)
 constexpr int UNIT = HAS_LDMATRIX ? 1 : 2;      // products of 8 columns that one multiply makes
 constexpr int A_WORDS = HAS_LDMATRIX ? 4 : 8;
 constexpr int B_WORDS = HAS_LDMATRIX ? 2 : 8;
-
-// Read anew: what is computed from it then takes no registers outside the loop where it is needed.
-__device__ __forceinline__ int lane_of_warp() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
-}
 
 #if HAS_LDMATRIX
 __device__ __forceinline__ int row_of(int r) { return lane_of_warp() / 4 + 8 * r; }
@@ -48,37 +40,15 @@ struct Right { unsigned word[B_WORDS]; };  // of 8 * UNIT columns
 template <class Operand, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(float* c, const Left& a, const Right& b) {
 #if TARGET_ARCH >= 800
-    if constexpr (same_type<Operand, bfloat16>)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b.word[0]), "r"(b.word[1]));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b.word[0]), "r"(b.word[1]));
+    mma_m16n8k16<Operand>(c, a.word, b.word);
 #else
     static_assert(same_type<Operand, float16>, "bfloat16 products need sm_80");
 #if TARGET_ARCH >= 750
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a.word[2 * k]), "r"(a.word[2 * k + 1]), "r"(b.word[k]));
+    mma_m16n8k8(c, a.word, b.word[0]);
+    mma_m16n8k8(c, a.word + 2, b.word[1]);
 #else
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        // c[4 * j + 2 * r + e] is the instruction's element 4 j + 2 r + e.
-        if constexpr (TRANSPOSED)
-            asm volatile("mma.sync.aligned.m8n8k4.col.row.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, "
-                         "{%0,%1,%2,%3,%4,%5,%6,%7};"
-                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-                         : "r"(a.word[2 * k]), "r"(a.word[2 * k + 1]), "r"(b.word[2 * k]), "r"(b.word[2 * k + 1]));
-        else
-            asm volatile("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, "
-                         "{%0,%1,%2,%3,%4,%5,%6,%7};"
-                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-                         : "r"(a.word[2 * k]), "r"(a.word[2 * k + 1]), "r"(b.word[2 * k]), "r"(b.word[2 * k + 1]));
-    }
+    for (int k = 0; k < 4; ++k) mma_m8n8k4<TRANSPOSED>(c, a.word + 2 * k, b.word + 2 * k);
 #endif
 #endif
 }
@@ -98,10 +68,8 @@ template <class Format> __device__ __forceinline__ void to_f16x2(unsigned codes,
 #else
         // Exponent and mantissa moved into a float16's give the value x 2^-8 exactly, subnormals included.
         const unsigned l = __byte_perm(codes, 0, 0x1404), h = __byte_perm(codes, 0, 0x3424);
-        low = (l & 0x80008000) | (l >> 1 & 0x3F803F80);
-        high = (h & 0x80008000) | (h >> 1 & 0x3F803F80);
-        asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(low) : "r"(0x5C005C00));
-        asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(high) : "r"(0x5C005C00));
+        low = mul_f16x2((l & 0x80008000) | (l >> 1 & 0x3F803F80), 0x5C005C00);
+        high = mul_f16x2((h & 0x80008000) | (h >> 1 & 0x3F803F80), 0x5C005C00);
 #endif
     }
 }
@@ -132,19 +100,6 @@ template <class Format> __device__ __forceinline__ float non_finite_value(unsign
 template <class Format, int DIMS> __device__ __forceinline__ unsigned in_tile(int token, int chunk) {
     constexpr int row = DIMS * sizeof(Format);
     return token * row + ((chunk ^ (row < 128 ? token >> 1 & 3 : token & 7)) * 16);
-}
-
-__device__ __forceinline__ void load_shared_4(unsigned* word, unsigned address) {
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(address) : "memory");
-}
-
-// Two matrices, as load_matrices; threads 0 to 15 give the addresses.
-template <bool TRANSPOSED> __device__ __forceinline__ void load_two_matrices(unsigned (&m)[2], unsigned row) {
-    if constexpr (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(row) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(row) : "memory");
 }
 
 // Keys: 16 tokens of a tile, 32 dims from 32 * part. `marks` gathers what is NaN where the conversion does not keep it:
