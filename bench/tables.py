@@ -13,6 +13,7 @@ import json
 import re
 import sys
 
+from bench import dense
 from bench.common import RESULTS, ROOT
 
 README = ROOT / "README.md"
@@ -74,6 +75,67 @@ def codec_cuda() -> str:
     return _table(["", "moved", "bandwidth", "of a copy's", "torch takes"], rows, results)
 
 
+def dense_peers() -> str:
+    results = _load("peers-h200")
+    rows = []
+    for case in results["cases"]:
+        vllm = min(found["median_us"] for who, found in case["peers"].items() if who.startswith("vllm"))
+        rows.append(
+            [
+                _shape(case["name"]),
+                f"{case['ours']['median_us']:.1f} us",
+                f"{vllm / case['ours']['median_us']:.1f}x",
+                f"{case['limit_us']:.1f} us",
+                f"{case['error']['over_floor']:.4f}",
+                f"{case['peers']['vllm_unified_128']['error']['over_floor']:.2f}",
+            ]
+        )
+    header = [
+        "",
+        "corekern",
+        "vLLM's Triton kernel takes",
+        "reading the cache once",
+        "error / rounding floor",
+        "vLLM's",
+    ]
+    return _table(header, rows, results)
+
+
+def operator() -> str:
+    results = _load("operator-h200")
+    rows = []
+    for case in results["cases"]:
+        legacy = case["peers"]["grouped_fp16_legacy"]
+        ours = case["ours"]["median_us"]
+        rows.append(
+            [
+                _shape(case["name"]),
+                f"{ours:.1f} us",
+                f"{100 * (ours / legacy['median_us'] - 1):+.1f} %",
+                f"{case['error']['over_floor']:.4f}",
+                f"{legacy['error']['over_floor']:.2f}",
+                f"{case['error']['state_rel_l2']:.1e}",
+                f"{case['error']['quantization_rel_l2']:.1e}",
+            ]
+        )
+    header = [
+        "",
+        "`grouped_fp32`",
+        "over `grouped_fp16_legacy`",
+        "error / rounding floor",
+        "legacy's",
+        "state's error",
+        "quantization's",
+    ]
+    return _table(header, rows, results)
+
+
+def _shape(name: str) -> str:
+    case = dense.parse(name)
+    requests = f"{case.requests} requests of " if case.requests > 1 else ""
+    return f"{requests}{case.rows} rows, {case.length:,} tokens, {case.q_heads}/{case.kv_heads} heads, page {case.page}"
+
+
 def demo() -> str:
     found = json.loads((RESULTS / "demo-cpu.json").read_text())["scores"]
     rows = []
@@ -105,7 +167,7 @@ def demo() -> str:
     return "\n".join([*lines, "", note])
 
 
-TABLES = {f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda, demo)}
+TABLES = {f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda, dense_peers, operator, demo)}
 
 
 def _load(name: str) -> dict:

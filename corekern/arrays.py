@@ -30,6 +30,8 @@ def should_validate(validate: bool | None) -> bool:
     return bool(validate)
 
 
+_CUDA_DEVICES = [f"cuda:{index}" for index in range(64)]
+
 # DLPack device types that a NumPy or a CuPy array can stand on.
 _DLPACK_HOST = (1, 3)  # CPU, CUDA pinned host memory
 _DLPACK_CUDA = (2, 13)  # CUDA, CUDA managed memory
@@ -72,7 +74,7 @@ def give_back(result: Any, like: Any) -> Any:
 
 def device_of(array: Any) -> str:
     """ "cpu" or "cuda:<index>" of an adopted array."""
-    return f"cuda:{array.data.device_id}" if _is_cupy(array) else "cpu"
+    return _CUDA_DEVICES[array.data.device_id] if _is_cupy(array) else "cpu"
 
 
 def compute_capability(device: str) -> int:

@@ -143,16 +143,12 @@ def record(route: Route, problem: AttentionProblem) -> None:
     kind = (route.name, problem.rows, problem.page_size)
     with _lock:
         _counts[route.name] += 1
-        first = kind not in _logged
+        if kind in _logged:
+            return
         _logged.add(kind)
-    if first:
-        log.info(
-            "%s selected (rows=%d, page=%d, state=%s)",
-            route.name,
-            problem.rows,
-            problem.page_size,
-            route.state,
-        )
+    log.info(
+        "%s selected (rows=%d, page=%d, state=%s)", route.name, problem.rows, problem.page_size, route.state
+    )
 
 
 def route_counts() -> dict[str, int]:

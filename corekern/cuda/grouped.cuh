@@ -213,7 +213,9 @@ __device__ __forceinline__ bool find_work(const Params& p, const Early& early, W
                 fill_rows(p, row, row + 1, work.kv_head, 0.0f, thread, threads);
         }
     }
-    if (blockIdx.x >= segments.count || work.lane_block * N >= work.rows * p.group) return false;
+    if (segments.count == 0 || work.lane_block * N >= work.rows * p.group) return false;
+    // A block without tokens helps to combine, where all are there to.
+    if (blockIdx.x >= segments.count && !p.together) return false;
     const int first_tile = blockIdx.x * segments.tiles_each;
     work.begin = first_tile * TILE;
     work.tiles = min(max(segments.tiles - first_tile, 0), segments.tiles_each);

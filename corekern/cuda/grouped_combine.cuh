@@ -144,7 +144,7 @@ __device__ __forceinline__ void finish(const Params& p, const Work& work, int it
 // The tree depends on the number of segments alone, and so do a row's bits.
 //
 // `together`: every block of the grid is resident (a cooperative launch), so each waits until all segments are
-// there and takes a slice of the items. Else nobody waits: the last block of each FOLD segments folds
+// there and takes a slice of the items, those without a segment too. Else nobody waits: the last block of each FOLD segments folds
 // those, and the last of these blocks the folds.
 //
 // Called by all THREADS threads of the block, some of which have stored its partial; `scratch` has room for
@@ -164,7 +164,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
         __syncthreads();
         if (thread == 0) {
             unsigned* gathering = p.gatherings + 2 * row_group_of(work);
-            const unsigned all = work.gathered + segments;
+            const unsigned all = work.gathered + gridDim.x;
             unsigned arrived = count_arrival(gathering) + 1;
             // All have read where this launch began, so the next one may begin here.
             if (arrived == all) gathering[1] = all;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(gathering) : "memory");
         }
         __syncthreads();
-        const int each = (items + segments - 1) / segments;
+        const int each = (items + gridDim.x - 1) / gridDim.x;
         const int past = min(items, static_cast<int>(blockIdx.x + 1) * each);
 #pragma unroll 1
         for (int begin = blockIdx.x * each; begin < past; begin += SLICE) {

@@ -753,7 +753,9 @@ grouped_attention(const __grid_constant__ Params p) {
     fence_proxy_async();
     __syncthreads();
 
-    if (role < SCORE_GROUPS) {
+    if (kept.tiles == 0) {
+        // Nothing but to combine.
+    } else if (role < SCORE_GROUPS) {
 #ifdef SCORE_REGISTERS
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(SCORE_REGISTERS) ";");
 #endif
