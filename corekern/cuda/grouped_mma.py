@@ -71,8 +71,9 @@ def shape(arch: str, choices: dict[str, str]) -> Shape | None:
     threads = 256 if head_dim >= 128 else 128
     block_limit, sm_limit = (kib << 10 for kib in _SHARED.get(arch.rstrip("af"), (99, 100)))
     asynchronous = number_of(arch) >= 80
-    # Two blocks of 256 threads leave a thread 128 registers; more than 24 numerators want more.
-    many = head_dim // 16 // (threads // 32) * lanes // 2 > 24
+    # Two blocks of 256 threads leave a thread 128 registers. More than 24 numerators want more, and so do the fragments of
+    # sm_70 and what the compiler makes of sm_100 and later.
+    many = head_dim // 16 // (threads // 32) * lanes // 2 > 24 or not 75 <= number_of(arch) < 100
     for resident in (1,) if many else (2, 1):
         limit = min(block_limit, sm_limit // resident - _RESERVED) if resident > 1 else block_limit
         for step in (64, 32):

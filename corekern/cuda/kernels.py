@@ -146,14 +146,10 @@ KERNELS: dict[str, Family] = {
                 _GROUPED_EXAMPLE | {"LEGACY": "0"} | changes
                 for changes in (
                     {},
-                    {"VALUE": "bfloat16"},
                     {"FORMAT": "float16"},
-                    {"FORMAT": "bfloat16", "VALUE": "bfloat16"},
                     {"FORMAT": "bfloat16"},
-                    {"LANES": "16"},
-                    {"HEAD_DIM": "128"},
-                    {"HEAD_DIM": "64", "LANES": "16"},
-                    {"LEGACY": "1"},
+                    {"HEAD_DIM": "128", "LANES": "16"},
+                    {"HEAD_DIM": "64", "LANES": "32", "LEGACY": "1"},
                 )
             ),
         ),
