@@ -85,6 +85,13 @@ ROUTES = (
         state="fp32 numerator/max/sum",
         refuse=lambda problem: "arrays are on the CPU" if problem.device == "cpu" else None,
     ),
+    Route(
+        name="grouped_fp16_legacy",
+        backend="cuda.grouped_legacy",
+        state="normalised fp16 partials",
+        refuse=_refuse_grouped,
+        only_by_name=True,
+    ),
 )
 
 _counts: Counter[str] = Counter()

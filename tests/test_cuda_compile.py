@@ -26,14 +26,14 @@ CASES = [
     pytest.param(family.source, arch, specialisation, id=f"{family.source[:-3]}-{arch}-{'-'.join(specialisation.values())}")
     for family in KERNELS.values()
     for arch in family.architectures
-    for specialisation in family.specialisations()
+    for specialisation in family.specialisations(arch)
 ]  # fmt: skip
 
 
 def compile_resources(source: str, arch: str, specialisation: dict[str, str]) -> dict | str:
     """Each kernel's resources, or the compiler's complaint; runs in a process of its own."""
     try:
-        return nvrtc.compile_cubin(source, arch, KERNELS[source].defines(specialisation)).resources
+        return nvrtc.compile_cubin(source, arch, KERNELS[source].defines(specialisation, arch)).resources
     except nvrtc.CompileError as error:
         return str(error)
 
@@ -133,7 +133,7 @@ def test_a_changed_header_changes_the_text_that_is_compiled():
 
 def test_flags_that_change_bits_are_refused(monkeypatch):
     family = KERNELS["decode.cu"]
-    defines = family.defines(next(family.specialisations()))
+    defines = family.defines(next(family.specialisations("sm_70")), "sm_70")
     for flag in ("-ftz=true", "-prec-div=false", "--use_fast_math"):
         monkeypatch.setattr(nvrtc, "OPTIONS", ("--std=c++17", flag))
         with pytest.raises(nvrtc.CompileError, match="compile without"):

@@ -73,7 +73,7 @@ def compile_text(text: str, source: str, *, arch: int = 700, **choices: str) -> 
     """The library made of `text`, an expanded and perhaps changed `source`; its first choices by default."""
     family = KERNELS[source]
     chosen = {name: values[0] for name, values in family.choices.items()} | choices
-    defines = {**family.defines(chosen), "TARGET_ARCH": str(arch)}
+    defines = {**family.defines(chosen, f"sm_{arch // 10}"), "TARGET_ARCH": str(arch)}
     return _library(text, family.entries, tuple(defines.items()))
 
 

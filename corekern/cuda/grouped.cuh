@@ -23,6 +23,8 @@ constexpr int COUNTERS = 1 + MAX_FOLDS;
 constexpr float NOTHING = -3.402823466e38f;
 constexpr int MIN_TILES = 2;  // of a segment
 constexpr float P_SCALE = 2048.0f;  // of probabilities, before they are split into two float16
+// Queries of a bfloat16 cache are bfloat16, a float16 in two parts: its 11 bits are 8 and 3.
+constexpr int Q_PARTS = same_type<Format, bfloat16> && same_type<Value, float16> ? 2 : 1;
 
 // Strides in elements of the array; the caches' in bytes. The same struct as in corekern/cuda/grouped.py.
 struct Params {
@@ -163,6 +165,16 @@ __device__ __forceinline__ Early load_early(const Params& p, int thread) {
     return early;
 }
 
+__device__ __forceinline__ int largest_in_warp(int x) {
+#if TARGET_ARCH >= 800
+    return __reduce_max_sync(0xFFFFFFFF, x);
+#else
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, mask));
+    return x;
+#endif
+}
+
 // What this block does; false when that is nothing. Called by all threads, it also fills the rows that no block computes.
 __device__ __forceinline__ bool find_work(const Params& p, const Early& early, Work& work, int thread, int threads) {
     const int in_warp = thread % 32;
@@ -185,8 +197,8 @@ __device__ __forceinline__ bool find_work(const Params& p, const Early& early, W
         const bool mine = (row + 1) * p.group > work.lane_block * N && row * p.group < (work.lane_block + 1) * N;
         if (mine && length > 0) shortest = min(shortest, length);
     }
-    work.longest = __reduce_max_sync(0xFFFFFFFF, longest);
-    work.shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
+    work.longest = largest_in_warp(longest);
+    work.shortest = -largest_in_warp(-shortest);
 
     const Segments segments = segments_of(work.longest);
     if (work.lane_block == 0) {
@@ -254,12 +266,12 @@ __device__ __forceinline__ Queries<THREADS> load_queries(const Params& p, int fi
     return queries;
 }
 
-// Addresses in shared memory: Q^T as [16 dims][half of k][lane][8 k], and a length and a scale for each lane.
+// Addresses in shared memory: Q^T as [part][16 dims][half of k][lane][8 k], and a length and a scale for each lane.
 struct QueryPlaces {
     unsigned q, lengths, scales;
 };
 
-// What was loaded to Q^T in shared memory, as float16, and each lane's scale and length.
+// What was loaded to Q^T in shared memory, as float16 (bfloat16 for a bfloat16 cache), and each lane's scale and length.
 //
 // A bfloat16 row is brought into float16's range by a power of two, which its lane's scale takes back: float16 then holds
 // each of its elements exactly down to 2^-31 of the largest.
@@ -274,7 +286,7 @@ __device__ __forceinline__ void store_queries(const Params& p, const Work& work,
         unsigned(&word)[4] = queries.word[i];
         if (!real) word[0] = word[1] = word[2] = word[3] = 0;
         float scale = p.zero_q ? 1.0f : p.scale;
-        if constexpr (same_type<Value, bfloat16>) {
+        if constexpr (same_type<Value, bfloat16> && !same_type<Format, bfloat16>) {
             unsigned largest = 0;
 #pragma unroll
             for (int k = 0; k < 4; ++k)
@@ -297,10 +309,29 @@ __device__ __forceinline__ void store_queries(const Params& p, const Work& work,
 #pragma unroll
             for (int k = 0; k < 4; ++k) word[k] ^= 0x80008000;
         }
-        // Dim 4t + r of a chunk is element 2t + r % 2 of half r / 2 of k: what a thread has after it converts 4 codes.
-        const unsigned to = at.q + part / 2 * (32 * N) + lane * 16 + part % 2 * 8;
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(word[0]), "r"(word[2]) : "memory");
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16 * N), "r"(word[1]), "r"(word[3]) : "memory");
+        unsigned low[4];
+        if constexpr (Q_PARTS == 2) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float x = cvt_f32_f16(word[k]), y = cvt_f32_f16(word[k] >> 16);
+                word[k] = cvt_bf16x2(y, x);
+                low[k] = cvt_bf16x2(__fsub_rn(y, __uint_as_float(word[k] & 0xFFFF0000)), __fsub_rn(x, __uint_as_float(word[k] << 16)));
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < Q_PARTS; ++k) {
+            const unsigned(&w)[4] = k == 0 ? word : low;
+            const unsigned dims = at.q + k * (2 * N * D) + part / 2 * (32 * N) + lane * 16;
+            if constexpr (is_fp8<Format>) {
+                // Dim 4t + r of a chunk is element 2t + r % 2 of half r / 2 of k: what a thread has after it converts 4 codes.
+                const unsigned to = dims + part % 2 * 8;
+                asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(w[0]), "r"(w[2]) : "memory");
+                asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16 * N), "r"(w[1]), "r"(w[3]) : "memory");
+            } else {
+                asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dims + part % 2 * (16 * N)), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+                             "r"(w[3]) : "memory");
+            }
+        }
         if (part == 0) {
             // Lanes that see nothing compute along, so that no tile is masked for their sake; their sum is dropped.
             const int length = real && queries.length[i] > 0 ? min(queries.length[i], 0x7FFFFFFE) : 0x7FFFFFFF;

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from corekern import workspace
-from corekern.cuda import loader
+from corekern.cuda import grouped_mma, loader
 from corekern.cuda.kernels import GROUPED_SM90_SHARED
 from corekern.cuda.launch import Launch
 from corekern.cuda.tensor_map import can_map, tensor_map
@@ -22,6 +23,7 @@ from corekern.routing import AttentionProblem
 from corekern.state import PartialState
 
 ENTRY = "grouped_attention"
+HOPPER = "sm_90"  # where grouped_sm90.cu runs
 
 # As in grouped.cuh.
 FOLD = 8
@@ -68,24 +70,80 @@ _WORD = {name: PARAMS.fields[name][1] // 8 for name in ("q", "out")}  # type: ig
 _OUT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """The kernel that runs a problem, and its share of the (row, query head) pairs."""
+
+    source: str
+    lanes: int
+    """Pairs a block."""
+    lane_blocks: int
+    """Blocks for the pairs of one request and KV head."""
+    choices: dict[str, str]
+    """Of `kernels.KERNELS[source]`."""
+    threads: int
+    shared_bytes: int
+    overlapping: bool
+    """Waits by itself for the kernel before it: see `launch.Launch`."""
+
+
 def refuse(problem: AttentionProblem) -> str | None:
     """Why no schedule of this kernel runs on the problem's GPU, or None."""
-    if problem.compute_capability != 90:
-        return f"written for compute capability 9.0, not {problem.compute_capability / 10}"
-    if problem.kv_dtype not in ("fp8_e4m3", "fp8_e5m2"):
-        return f"the cache is {problem.kv_dtype}, not FP8"
+    capability = problem.compute_capability
+    if capability < 70:
+        return f"tensor cores come with compute capability 7.0, not {capability / 10}"
+    if problem.kv_dtype == "float32":
+        return "the cache is float32, which tensor cores would round"
+    if problem.kv_dtype == "bfloat16" and capability < 80:
+        return f"bfloat16 products come with compute capability 8.0, not {capability / 10}"
     return None
 
 
-def lane_blocks(max_query_len: int, group: int) -> tuple[int, int]:
+def schedule(problem: AttentionProblem, arch: str, *, maps: bool, legacy: bool) -> Schedule:
+    """The schedule for a problem: Hopper's own for FP8 there, else the one of every architecture.
+
+    Args:
+        problem: one that `refuse` does not.
+        arch: what to compile for, such as "sm_90".
+        maps: tensor maps describe the cache.
+        legacy: without FP32 state, for `grouped_fp16_legacy`.
+    """
+    group = problem.q_heads // problem.kv_heads
+    choices = {
+        "HEAD_DIM": str(problem.head_dim),
+        "FORMAT": problem.kv_dtype,
+        "VALUE": problem.q_dtype,
+        "SEGMENTS": str(segments_for(problem.kv_heads)),
+    }
+    if arch == HOPPER and problem.kv_dtype.startswith("fp8") and not legacy:
+        lanes, blocks = lane_blocks(problem.max_query_len, group)
+        choices |= {"LANES": str(lanes), "MAPS": str(int(maps))}
+        threads = threads_of(problem.head_dim)
+        return Schedule("grouped_sm90.cu", lanes, blocks, choices, threads, GROUPED_SM90_SHARED, True)
+    choices["LEGACY"] = str(int(legacy))
+    shapes = {
+        lanes: shape
+        for lanes in grouped_mma.lanes_on(arch)
+        if (shape := grouped_mma.shape(arch, choices | {"LANES": str(lanes)}))
+    }
+    lanes, blocks = lane_blocks(problem.max_query_len, group, tuple(shapes))
+    shape = shapes[lanes]
+    choices["LANES"] = str(lanes)
+    overlapping = grouped_mma.number_of(arch) >= 90
+    return Schedule(
+        grouped_mma.SOURCE, lanes, blocks, choices, shape.threads, shape.shared_bytes, overlapping
+    )
+
+
+def lane_blocks(max_query_len: int, group: int, choices: tuple[int, ...] = LANES) -> tuple[int, int]:
     """(lanes a block, blocks) for the (row, query head) pairs of one request and KV head.
 
     >>> lane_blocks(8, 6), lane_blocks(1, 6), lane_blocks(16, 4), lane_blocks(16, 16)
     ((48, 1), (8, 1), (32, 2), (48, 6))
     """
     pairs = max_query_len * group
-    blocks = -(-pairs // LANES[-1])
-    lanes = next(n for n in LANES if n * blocks >= pairs)
+    blocks = -(-pairs // choices[-1])
+    lanes = next(n for n in choices if n * blocks >= pairs)
     return lanes, blocks
 
 
@@ -109,23 +167,23 @@ def division(divisor: int) -> tuple[int, int]:
     return (1 << (31 + shift)) // divisor + 1, shift
 
 
-def attention(call: Any, out: Any) -> None:
+def attention(call: Any, out: Any, *, legacy: bool = False) -> None:
     """out = the attention of a checked call; see `corekern.paged_attention`."""
-    _Launch(call, out.dtype.name)(call.q, out)
+    _Launch(call, out.dtype.name, legacy=legacy)(call.q, out)
 
 
-def attention_state(call: Any) -> PartialState:
+def attention_state(call: Any, *, legacy: bool = False) -> PartialState:
     """The FP32 state of every row over its tokens; see `corekern.partial_attention`."""
     cp = loader.cupy()
     shape = call.q.shape
     state = PartialState(*(cp.empty(s, np.float32) for s in (shape, shape[:2], shape[:2])))
-    _Launch(call, "float32", state)(call.q, None)
+    _Launch(call, "float32", state, legacy=legacy)(call.q, None)
     return state
 
 
-def plan_attention(call: Any) -> Callable[[Any, Any], None]:
+def plan_attention(call: Any, *, legacy: bool = False) -> Callable[[Any, Any], None]:
     """A function (q, out) that runs the call with other queries; see `corekern.plan_attention`."""
-    return _Launch(call, call.q.dtype.name)
+    return _Launch(call, call.q.dtype.name, legacy=legacy)
 
 
 class _Launch:
@@ -134,23 +192,24 @@ class _Launch:
     Calling it allocates nothing but a workspace that its stream does not have yet, waits for nothing, and may be captured.
     """
 
-    def __init__(self, call: Any, out_dtype: str, state: PartialState | None = None) -> None:
+    def __init__(self, call: Any, out_dtype: str, state: PartialState | None = None, *, legacy: bool) -> None:
         cp = loader.cupy()
         problem = call.problem
         group = problem.q_heads // problem.kv_heads
-        lanes, blocks = lane_blocks(problem.max_query_len, group)
-        segments = segments_for(problem.kv_heads)
-        row_groups = problem.requests * problem.kv_heads * blocks
-        self._states = row_groups * (segments + segments // FOLD) * lanes
-        self._head_dim = problem.head_dim
-        self._counters = row_groups * (1 + segments // FOLD)
-        self._workspace_bytes = self._states * (problem.head_dim + 4) * 4
-        grid = (segments, problem.kv_heads * blocks, problem.requests)
-        together = math.prod(grid) <= cp.cuda.Device().attributes["MultiProcessorCount"]
-
         self._params = np.zeros(1, PARAMS)
         one = self._one = self._params[0]
         maps = _describe_cache(one, call.cache)
+        chosen = schedule(problem, f"sm_{problem.compute_capability}", maps=maps, legacy=legacy)
+        lanes, blocks, segments = chosen.lanes, chosen.lane_blocks, segments_for(problem.kv_heads)
+        row_groups = problem.requests * problem.kv_heads * blocks
+        states = row_groups * (segments + segments // FOLD) * lanes
+        self._partial_dtype = "float16" if legacy else "float32"
+        self._counters = row_groups * (1 + segments // FOLD)
+        self._numerator_bytes = states * problem.head_dim * (2 if legacy else 4)
+        self._workspace_bytes = self._numerator_bytes + states * 16
+        grid = (segments, problem.kv_heads * blocks, problem.requests)
+        together = math.prod(grid) <= cp.cuda.Device().attributes["MultiProcessorCount"]
+
         one["together"] = together
         for name in ("block_table", "row_lengths", "query_start_loc"):
             one[name] = loader.address(getattr(call, name))
@@ -175,20 +234,16 @@ class _Launch:
         one["scale"], one["negate_q"], one["zero_q"] = abs(scale), scale < 0, scale == 0
         one["v_scale"] = call.cache.v_scale
 
-        kernel = loader.kernel(
-            "grouped_sm90.cu",
-            ENTRY,
-            HEAD_DIM=str(problem.head_dim),
-            LANES=str(lanes),
-            FORMAT=problem.kv_dtype,
-            VALUE=problem.q_dtype,
-            MAPS=str(int(maps)),
-            SEGMENTS=str(segments),
-        )
-        shared_bytes = GROUPED_SM90_SHARED
-        kernel.max_dynamic_shared_size_bytes = shared_bytes
+        kernel = loader.kernel(chosen.source, ENTRY, **chosen.choices)
+        kernel.max_dynamic_shared_size_bytes = chosen.shared_bytes
         self._launch = Launch(
-            kernel, grid, threads_of(problem.head_dim), shared_bytes, self._params, cooperative=together
+            kernel,
+            grid,
+            chosen.threads,
+            chosen.shared_bytes,
+            self._params,
+            cooperative=together,
+            overlapping=chosen.overlapping,
         )
         self._buffers: workspace.Buffers | None = None
         self._out_strides: tuple[int, ...] | None = None
@@ -199,12 +254,12 @@ class _Launch:
 
     def __call__(self, q: Any, out: Any) -> None:
         one = self._one
-        stream, buffers = workspace.take_counted(self._workspace_bytes, self._counters)
+        stream, buffers = workspace.take_counted(self._workspace_bytes, self._counters, self._partial_dtype)
         if buffers is not self._buffers:
             self._buffers = buffers
             first = loader.address(buffers.partials)
             one["numerators"] = first
-            one["totals"] = first + self._states * self._head_dim * 4
+            one["totals"] = first + self._numerator_bytes
             one["arrivals"] = loader.address(buffers.counters)
             one["gatherings"] = loader.address(buffers.gatherings)
         # Through memoryviews: assigning to a field of a NumPy struct takes half a microsecond.

@@ -48,11 +48,55 @@ template <class T> __device__ __forceinline__ T count_arrival(T* counter) {
 
 constexpr int QUADS = D / 4;
 
+// LEGACY states are normalised, as kernels without FP32 state have them: the float16 quotient of numerator and sum, and their
+// reference is the logarithm of the sum (and so is their peak).
+#ifndef LEGACY
+#define LEGACY 0
+#endif
+
+// What numerators are multiplied by as they are stored.
+__device__ __forceinline__ float factor_of(const State& state) {
+    return LEGACY ? (state.sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, state.sum)) : 1.0f;
+}
+__device__ __forceinline__ void store_totals(const Params& p, long long lane, const State& state) {
+    float4 totals = make_float4(state.reference, state.sum, state.peak, 0.0f);
+    if (LEGACY && state.sum != 0.0f) {
+        float logarithm;
+        asm("lg2.approx.f32 %0, %1;" : "=f"(logarithm) : "f"(state.sum));
+        totals = make_float4(state.reference + logarithm, 1.0f, state.reference + logarithm, 0.0f);
+    }
+    __stcg(p.totals + lane, totals);
+}
+__device__ __forceinline__ void store_numerator(const Params& p, long long at, float x) {
+    if (LEGACY)
+        __stcg(reinterpret_cast<unsigned short*>(p.numerators) + at, static_cast<unsigned short>(cvt_f16(x)));
+    else
+        __stcg(p.numerators + at, x);
+}
+
 // One state of a lane and four dims among the partials in global memory, those of segments or those of folds.
 __device__ __forceinline__ State load_state(const Params& p, long long partial, int item) {
     const long long at = partial + item / QUADS;
     const float4 totals = __ldcg(p.totals + at);
-    return {__ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS), totals.x, totals.y, totals.z};
+    float4 numerator;
+    if (LEGACY) {
+        const uint2 halves = __ldcg(reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned short*>(p.numerators) + at * D) + item % QUADS);
+        numerator = make_float4(cvt_f32_f16(halves.x), cvt_f32_f16(halves.x >> 16), cvt_f32_f16(halves.y), cvt_f32_f16(halves.y >> 16));
+    } else {
+        numerator = __ldcg(reinterpret_cast<const float4*>(p.numerators + at * D) + item % QUADS);
+    }
+    return {numerator, totals.x, totals.y, totals.z};
+}
+__device__ __forceinline__ void store_state(const Params& p, long long partial, int item, const State& state) {
+    const long long at = partial + item / QUADS;
+    if (LEGACY) {
+        const float factor = factor_of(state), x[4] = {state.numerator.x, state.numerator.y, state.numerator.z, state.numerator.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_numerator(p, at * D + item % QUADS * 4 + i, x[i] * factor);
+    } else {
+        __stcg(reinterpret_cast<float4*>(p.numerators + at * D) + item % QUADS, state.numerator);
+    }
+    if (item % QUADS == 0) store_totals(p, at, state);
 }
 
 // Division, rounding, and the state when it is asked for.
@@ -163,13 +207,7 @@ __device__ __forceinline__ void combine(const Params& p, const Work& work, State
     };
     if (!last_of(arrivals + 1 + f, mine)) return;
 #pragma unroll 1
-    for (int item = thread; item < items; item += THREADS) {
-        const State part = fold_segments(f, item);
-        const int lane = item / QUADS;
-        __stcg(reinterpret_cast<float4*>(p.numerators + (fold_partial + lane) * D) + item % QUADS, part.numerator);
-        if (item % QUADS == 0)
-            __stcg(p.totals + fold_partial + lane, make_float4(part.reference, part.sum, part.peak, 0.0f));
-    }
+    for (int item = thread; item < items; item += THREADS) store_state(p, fold_partial, item, fold_segments(f, item));
     if (!last_of(arrivals, folds)) return;
 #pragma unroll 1
     for (int item = thread; item < items; item += THREADS)

@@ -539,7 +539,7 @@ __device__ __forceinline__ void store_partial(const Params& p, const Work& work,
 }
 
 // The lanes' references, sums and maxima, when the score warpgroups are done.
-__device__ __forceinline__ void store_totals(const Params& p, const Work& work, unsigned base, int thread) {
+__device__ __forceinline__ void store_lanes(const Params& p, const Work& work, unsigned base, int thread) {
     if (thread >= N) return;
     const int lane = thread;
     const long long partial = partial_of(work, blockIdx.x);
@@ -761,7 +761,7 @@ grouped_attention(const __grid_constant__ Params p) {
 #endif
         score_warpgroup(p, kept, base, role);
         barrier_sync(3, 128 * SCORE_GROUPS);
-        store_totals(p, kept, base, threadIdx.x);
+        store_lanes(p, kept, base, threadIdx.x);
     } else {
 #ifdef VALUE_REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");

@@ -7,8 +7,11 @@ The launchers take their constants from here, the compile tests build all of it 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from corekern.cuda import grouped_mma
 
 ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -33,18 +36,21 @@ class Family:
     """The most that a thread may take: eight blocks of 256 threads fill an SM at 32, four still hide memory's latency."""
     examples: tuple[dict[str, str], ...] | None = None
     """Where there are too many combinations to compile them all: those that the tests compile and `doctor` lists."""
+    shape: Callable[[str, dict[str, str]], Any] | None = None
+    """(architecture, specialisation) to an object with more `defines()`, or None where there is no such kernel."""
 
-    def specialisations(self) -> Iterator[dict[str, str]]:
-        """The examples, or every combination of `choices`."""
-        if self.examples is not None:
-            yield from self.examples
-            return
-        for values in itertools.product(*self.choices.values()):
+    def specialisations(self, arch: str) -> Iterator[dict[str, str]]:
+        """The examples, or every combination of `choices`, that there are on an architecture."""
+        for values in itertools.product(*self.choices.values()) if self.examples is None else ():
             yield dict(zip(self.choices, values, strict=True))
+        for example in self.examples or ():
+            if self.shape is None or self.shape(arch, example) is not None:
+                yield example
 
-    def defines(self, specialisation: dict[str, str]) -> dict[str, str]:
+    def defines(self, specialisation: dict[str, str], arch: str) -> dict[str, str]:
         """The `-D` constants of one specialisation."""
-        return {**{name: str(value) for name, value in self.constants.items()}, **specialisation}
+        more = self.shape(arch, specialisation).defines() if self.shape else {}
+        return {**{name: str(value) for name, value in self.constants.items()}, **more, **specialisation}
 
 
 # 256 threads: eight blocks fill an SM of any architecture but for sm_75, sm_86, sm_89 and sm_120 (four and
@@ -63,6 +69,13 @@ _GROUPED_CHOICES = {
     "VALUE": ("float16", "bfloat16"),
     "MAPS": ("0", "1"),
     "SEGMENTS": ("8", "16", "32", "64", "128"),
+}
+_GROUPED_EXAMPLE = {
+    "HEAD_DIM": "256",
+    "LANES": "48",
+    "FORMAT": "fp8_e4m3",
+    "VALUE": "float16",
+    "SEGMENTS": "128",
 }
 
 KERNELS: dict[str, Family] = {
@@ -105,15 +118,7 @@ KERNELS: dict[str, Family] = {
             architectures=("sm_90a",),
             registers=128,  # 512 threads have the whole register file
             examples=tuple(
-                {
-                    "HEAD_DIM": "256",
-                    "LANES": "48",
-                    "FORMAT": "fp8_e4m3",
-                    "VALUE": "float16",
-                    "MAPS": "1",
-                    "SEGMENTS": "128",
-                }
-                | changes
+                _GROUPED_EXAMPLE | {"MAPS": "1"} | changes
                 for changes in (
                     {},
                     {"VALUE": "bfloat16"},
@@ -122,6 +127,29 @@ KERNELS: dict[str, Family] = {
                     {"LANES": "24", "SEGMENTS": "64"},
                     {"HEAD_DIM": "128"},
                     {"HEAD_DIM": "64", "LANES": "16"},
+                )
+            ),
+        ),
+        Family(
+            source=grouped_mma.SOURCE,
+            entries=("grouped_attention",),
+            hot=("grouped_attention",),
+            constants={},
+            choices={
+                **{name: values for name, values in _GROUPED_CHOICES.items() if name != "MAPS"},
+                "FORMAT": (*FP8, "float16", "bfloat16"),
+                "LEGACY": ("0", "1"),
+            },
+            registers=255,
+            shape=grouped_mma.shape,
+            examples=tuple(
+                _GROUPED_EXAMPLE | {"LEGACY": "0"} | changes
+                for changes in (
+                    {},
+                    {"FORMAT": "float16"},
+                    {"FORMAT": "bfloat16"},
+                    {"HEAD_DIM": "128", "LANES": "16"},
+                    {"HEAD_DIM": "64", "LANES": "32", "LEGACY": "1"},
                 )
             ),
         ),

@@ -72,9 +72,9 @@ def _module(source: str, choices: dict[str, str]) -> Any:
     key = (source, _current_device(), *choices.values())
     found = _modules.get(key)
     if found is None:
-        defines = KERNELS[source].defines(choices)
-        options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))
         arch = cupy().cuda.Device().compute_capability
+        defines = KERNELS[source].defines(choices, f"sm_{arch}")
+        options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))
         if f"sm_{arch}a" in KERNELS[source].architectures:
             arch += "a"  # with the instructions that no later architecture has
         path = _cubin(source, sources.expand(source), options, arch)

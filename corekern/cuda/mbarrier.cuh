@@ -44,11 +44,6 @@ __device__ __forceinline__ bool mbarrier_test(unsigned barrier, int parity) {
     return done;
 }
 
-// 16 bytes from global to shared memory, or zeros when there is nothing to read.
-__device__ __forceinline__ void copy_16(unsigned to, const void* from, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
-}
-
 // As cuTensorMapEncodeTiled fills it; see corekern/cuda/tensor_map.py.
 struct alignas(64) TensorMap { unsigned long long opaque[16]; };
 

@@ -61,6 +61,16 @@ def compile_cubin(source: str, arch: str, defines: Mapping[str, str]) -> Compile
 
 def compile_text(text: str, name: str, arch: str, defines: Mapping[str, str]) -> Compiled:
     """As `compile_cubin`, for CUDA C++ given as text; `name` is what errors call it."""
+    cubin, log = _compile(text, name, arch, defines, "CUBIN")
+    return Compiled(cubin, read_log(log))
+
+
+def compile_ptx(source: str, arch: str, defines: Mapping[str, str]) -> bytes:
+    """The PTX of a source for one architecture; a driver compiles it for any later one."""
+    return _compile(sources.expand(source), source, arch.replace("sm_", "compute_"), defines, "PTX")[0]
+
+
+def _compile(text: str, name: str, arch: str, defines: Mapping[str, str], what: str) -> tuple[bytes, str]:
     nvrtc = _bindings()
     options = [
         *OPTIONS,
@@ -75,10 +85,10 @@ def compile_text(text: str, name: str, arch: str, defines: Mapping[str, str]) ->
         log = written.rstrip(b"\0").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{name} for {arch} with {dict(defines)}:\n{log}")
-        cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        size, content = (getattr(nvrtc, f"nvrtcGet{what}{part}") for part in ("Size", ""))
+        return _read(size, content, program), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin, read_log(log))
 
 
 # The assembler's lines for one kernel, in this order, among others:

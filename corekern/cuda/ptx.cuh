@@ -45,6 +45,12 @@ __device__ __forceinline__ unsigned cvt_f16x2_e4m3x2(unsigned codes) {
 }
 #endif
 
+__device__ __forceinline__ unsigned cvt_f16(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
 #if HAS_PAIR_CONVERSION
 __device__ __forceinline__ unsigned cvt_f16x2(float high, float low) {
     unsigned pair;
@@ -57,13 +63,17 @@ __device__ __forceinline__ unsigned cvt_bf16x2(float high, float low) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-#endif
+#else
+__device__ __forceinline__ unsigned cvt_f16x2(float high, float low) { return cvt_f16(high) << 16 | cvt_f16(low); }
 
-__device__ __forceinline__ unsigned cvt_f16(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+// A NaN stays one.
+__device__ __forceinline__ unsigned cvt_bf16x2(float high, float low) {
+    const unsigned h = __float_as_uint(high), l = __float_as_uint(low);
+    const unsigned upper = high == high ? h + 0x7FFF + (h >> 16 & 1) : 0x7FC00000;
+    const unsigned lower = low == low ? l + 0x7FFF + (l >> 16 & 1) : 0x7FC00000;
+    return (upper & 0xFFFF0000) | lower >> 16;
 }
+#endif
 
 __device__ __forceinline__ float cvt_f32_f16(unsigned bits) {
     float value;

@@ -68,3 +68,9 @@ __device__ __forceinline__ bool barrier_any(int barrier, int threads, bool mine)
                  "  selp.b32 %0, 1, 0, any; }" : "=r"(any) : "r"(barrier), "r"(threads), "r"(static_cast<int>(mine)) : "memory");
     return any;
 }
+
+#define HAS_ASYNC_COPIES (TARGET_ARCH >= 800)
+// 16 bytes from global to shared memory, or zeros when there is nothing to read.
+__device__ __forceinline__ void copy_16(unsigned to, const void* from, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+}
