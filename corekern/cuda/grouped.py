@@ -115,12 +115,12 @@ def schedule(problem: AttentionProblem, arch: str, *, maps: bool, legacy: bool) 
         "VALUE": problem.q_dtype,
         "SEGMENTS": str(segments_for(problem.kv_heads)),
     }
-    if arch == HOPPER and problem.kv_dtype.startswith("fp8") and not legacy:
+    choices["LEGACY"] = str(int(legacy))
+    if arch == HOPPER and problem.kv_dtype.startswith("fp8"):
         lanes, blocks = lane_blocks(problem.max_query_len, group)
         choices |= {"LANES": str(lanes), "MAPS": str(int(maps))}
         threads = threads_of(problem.head_dim)
         return Schedule("grouped_sm90.cu", lanes, blocks, choices, threads, GROUPED_SM90_SHARED, True)
-    choices["LEGACY"] = str(int(legacy))
     shapes = {
         lanes: shape
         for lanes in grouped_mma.lanes_on(arch)

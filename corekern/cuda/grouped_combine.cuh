@@ -74,6 +74,14 @@ __device__ __forceinline__ void store_numerator(const Params& p, long long at, f
         __stcg(p.numerators + at, x);
 }
 
+// Two neighbouring dims, of which the first is even.
+__device__ __forceinline__ void store_two(const Params& p, long long at, float x, float y) {
+    if (LEGACY)
+        __stcg(reinterpret_cast<unsigned*>(reinterpret_cast<unsigned short*>(p.numerators) + at), cvt_f16x2(y, x));
+    else
+        __stcg(reinterpret_cast<float2*>(p.numerators + at), make_float2(x, y));
+}
+
 // One state of a lane and four dims among the partials in global memory, those of segments or those of folds.
 __device__ __forceinline__ State load_state(const Params& p, long long partial, int item) {
     const long long at = partial + item / QUADS;

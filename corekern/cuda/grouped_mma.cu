@@ -460,49 +460,52 @@ grouped_attention(const __grid_constant__ Params p) {
         keys.end(base, step + STAGES, steps);
     }
 
-    // Each lane's peak and sum: in the warp, then over the token warps in order.
-    __syncthreads();
-    if (scores) {
+    // A block without tokens has no partial: it is here to help combine.
+    if (steps > 0) {
+        // Each lane's peak and sum: in the warp, then over the token warps in order.
+        __syncthreads();
+        if (scores) {
 #pragma unroll
-        for (int i = 0; i < 2 * EACH; ++i) {
-            const float peak = reduce_rows(peaks[i], [](float a, float b) { return fmaxf(a, b); });
-            const float sum = reduce_rows(sums[i], [](float a, float b) { return a + b; });
-            const int at = (warp % TOKEN_WARPS * N + 8 * first_pair + column_of(i / 2) + i % 2) * 4;
-            if ((lane_of_warp() & SAME_COLUMNS) == 0 && i / 2 >= skipped) {
-                store_shared(base + AT_PEAKS + at, __float_as_uint(peak));
-                store_shared(base + AT_SUMS + at, __float_as_uint(sum));
+            for (int i = 0; i < 2 * EACH; ++i) {
+                const float peak = reduce_rows(peaks[i], [](float a, float b) { return fmaxf(a, b); });
+                const float sum = reduce_rows(sums[i], [](float a, float b) { return a + b; });
+                const int at = (warp % TOKEN_WARPS * N + 8 * first_pair + column_of(i / 2) + i % 2) * 4;
+                if ((lane_of_warp() & SAME_COLUMNS) == 0 && i / 2 >= skipped) {
+                    store_shared(base + AT_PEAKS + at, __float_as_uint(peak));
+                    store_shared(base + AT_SUMS + at, __float_as_uint(sum));
+                }
             }
         }
-    }
-    __syncthreads();
-    const long long partial = partial_of(kept, blockIdx.x);
-    if (thread < N) {
-        float peak = -INFINITE, sum = 0.0f;
+        __syncthreads();
+        const long long partial = partial_of(kept, blockIdx.x);
+        if (thread < N) {
+            float peak = -INFINITE, sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < TOKEN_WARPS; ++w) {
-            peak = fmaxf(peak, load_shared_float(base + AT_PEAKS + (w * N + thread) * 4));
-            sum += load_shared_float(base + AT_SUMS + (w * N + thread) * 4);
-        }
-        const bool idle = load_shared(base + AT_LENGTH + thread * 4) == 0x7FFFFFFF;
-        State lane = {{}, load_shared_float(base + AT_REFERENCE + thread * 4), sum * (1.0f / SCALE), peak * load_shared_float(base + AT_SCALE + thread * 4)};
-        if (idle) lane.reference = NOTHING, lane.sum = 0.0f, lane.peak = -INFINITE;
-        // What a numerator is multiplied by as it is stored.
-        store_shared(base + AT_PAST + thread * 4, __float_as_uint(factor_of(lane) * (1.0f / SCALE)));
-        store_totals(p, partial + thread, lane);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-        const float2 factor = load_shared_pair(base + AT_PAST + column_of(j) * 4);
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const long long at = (partial + column_of(j) + e) * D + 16 * (warp * BLOCKS + b);
-                const float f = e ? factor.y : factor.x;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) store_numerator(p, at + value_dim<Format>(r), numerator[b][4 * j + 2 * r + e] * f);
+            for (int w = 0; w < TOKEN_WARPS; ++w) {
+                peak = fmaxf(peak, load_shared_float(base + AT_PEAKS + (w * N + thread) * 4));
+                sum += load_shared_float(base + AT_SUMS + (w * N + thread) * 4);
             }
+            const bool idle = load_shared(base + AT_LENGTH + thread * 4) == 0x7FFFFFFF;
+            State lane = {{}, load_shared_float(base + AT_REFERENCE + thread * 4), sum * (1.0f / SCALE), peak * load_shared_float(base + AT_SCALE + thread * 4)};
+            if (idle) lane.reference = NOTHING, lane.sum = 0.0f, lane.peak = -INFINITE;
+            // What a numerator is multiplied by as it is stored.
+            store_shared(base + AT_PAST + thread * 4, __float_as_uint(factor_of(lane) * (1.0f / SCALE)));
+            store_totals(p, partial + thread, lane);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            const float2 factor = load_shared_pair(base + AT_PAST + column_of(j) * 4);
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const long long at = (partial + column_of(j) + e) * D + 16 * (warp * BLOCKS + b);
+                    const float f = e ? factor.y : factor.x;
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) store_numerator(p, at + value_dim<Format>(r), numerator[b][4 * j + 2 * r + e] * f);
+                }
+        }
     }
     combine<THREADS>(p, kept, reinterpret_cast<State*>(shared), base + AT_LAST, thread);
 }

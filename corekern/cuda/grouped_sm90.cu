@@ -66,7 +66,8 @@ constexpr int AT_PAST = AT_REFERENCE + N * 4;                        // [group][
 constexpr int AT_PEAK = AT_PAST + SCORE_GROUPS * N * 4;              // [group][lane], as ordered integers
 constexpr int AT_PEAKS = AT_PEAK + SCORE_GROUPS * N * 4;            // [score warp][lane]
 constexpr int AT_SUMS = AT_PEAKS + SCORE_WARPS * N * 4;             // [score warp][lane]
-constexpr int AT_SCALE = AT_SUMS + SCORE_WARPS * N * 4;             // [lane]
+constexpr int AT_FACTOR = AT_SUMS + SCORE_WARPS * N * 4;            // [lane], LEGACY's
+constexpr int AT_SCALE = AT_FACTOR + N * 4;                          // [lane]
 constexpr int AT_LENGTH = AT_SCALE + N * 4;                         // [lane]
 constexpr int AT_SEEN = AT_LENGTH + N * 4;                          // [stage], a bit a token
 constexpr int AT_BARRIERS = AT_SEEN + STAGES * 8;
@@ -80,6 +81,10 @@ static_assert(SHARED_BYTES <= SHARED_LIMIT, "the launcher asks for SHARED_LIMIT 
 
 // The reference moves only when a score exceeds it by more than this: 2^SLACK times P_SCALE is what float16 can hold.
 constexpr float SLACK = 4.0f;
+// LEGACY is what kernels without FP32 state do, to compare: probabilities rounded to float16, one chain over head_dim, one
+// accumulator over all tiles, normalised float16 partials.
+constexpr int P_PARTS = LEGACY ? 1 : 2;
+constexpr float SCALE = LEGACY ? 1.0f : P_SCALE;
 
 // Registers: 512 threads are launched with 128 each; the value warpgroups need more of them.
 #if HEAD_DIM == 256 && LANES > 32
@@ -347,7 +352,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         mbarrier_wait(base + FULL_K + stage * 8, (tile / STAGES) & 1);
 
         // Two chains over half of head_dim each, and one addition: its rounding is the only one outside the tensor core.
-        constexpr int STEPS = D / 64;
+        constexpr int STEPS = D / 64, CHAIN = LEGACY ? STEPS : (STEPS + 1) / 2;
         float s[4 * PAIRS], rest[4 * PAIRS];
         unsigned raw[2][4];
         load_matrices(raw[0], k_chunks(k_at, 0));
@@ -365,8 +370,8 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_f16<0>(2 * c < STEPS ? s : rest, a[i], wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX),
-                             i > 0 || (c != 0 && 2 * c != STEPS));
+                wgmma_f16<0>(c < CHAIN ? s : rest, a[i], wgmma_operand(base + AT_Q + (4 * c + i) * (32 * N), 16 * N, MATRIX),
+                             i > 0 || c % CHAIN != 0);
             wgmma_commit();
             if (c + 1 < STEPS) {
                 load_matrices(raw[0], k_chunks(k_at, 4 * (c + 1)));
@@ -385,7 +390,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             wgmma_wait<0>();
         }
         wgmma_settle(s);
-        if constexpr (STEPS > 1) {
+        if constexpr (CHAIN < STEPS) {
             wgmma_settle(rest);
 #pragma unroll
             for (int i = 0; i < 4 * PAIRS; ++i) s[i] = __fadd_rn(s[i], rest[i]);
@@ -477,7 +482,7 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         for (int j = 0; j < PAIRS; ++j) {
             float probability[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) probability[i] = P_SCALE * exp2_approx(x[4 * j + i]);
+            for (int i = 0; i < 4; ++i) probability[i] = SCALE * exp2_approx(x[4 * j + i]);
             sums[2 * j] += probability[0] + probability[2];
             sums[2 * j + 1] += probability[1] + probability[3];
 #pragma unroll
@@ -491,7 +496,10 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
         mbarrier_wait(base + EMPTY_P + group * 8, ((tile / SCORE_GROUPS) & 1) ^ 1);
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j)
-            store_matrices(p_row + j * MATRIX, high[j][0], high[j][1], residual[j][0], residual[j][1]);
+            if constexpr (LEGACY)
+                store_two_matrices(p_row + j * MATRIX, high[j][0], high[j][1]);
+            else
+                store_matrices(p_row + j * MATRIX, high[j][0], high[j][1], residual[j][0], residual[j][1]);
         fence_proxy_async();
         __syncwarp();
         if (in_warp == 0) mbarrier_arrive(base + FULL_P + group * 8);
@@ -531,9 +539,9 @@ __device__ __forceinline__ void store_partial(const Params& p, const Work& work,
         for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                float* to = p.numerators + (partial + 8 * j + 2 * t + e) * D + 16 * (chunk + b) + 2 * g;
-                __stcg(reinterpret_cast<float2*>(to), make_float2(numerator[b][4 * j + e] * (1.0f / P_SCALE),
-                                                                  numerator[b][4 * j + 2 + e] * (1.0f / P_SCALE)));
+                const long long at = (partial + 8 * j + 2 * t + e) * D + 16 * (chunk + b) + 2 * g;
+                const float f = LEGACY ? load_shared_float(base + AT_FACTOR + (8 * j + 2 * t + e) * 4) : 1.0f / SCALE;
+                store_two(p, at, numerator[b][4 * j + e] * f, numerator[b][4 * j + 2 + e] * f);
             }
     }
 }
@@ -549,10 +557,10 @@ __device__ __forceinline__ void store_lanes(const Params& p, const Work& work, u
         peak = fmaxf(peak, load_shared_float(base + AT_PEAKS + (w * N + lane) * 4));
         sum += load_shared_float(base + AT_SUMS + (w * N + lane) * 4);
     }
-    const bool idle = load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF;
-    const float reference = load_shared_float(base + AT_REFERENCE + lane * 4), scale = load_shared_float(base + AT_SCALE + lane * 4);
-    __stcg(p.totals + partial + lane, idle ? make_float4(NOTHING, 0.0f, -INFINITE, 0.0f)
-                                           : make_float4(reference, sum * (1.0f / P_SCALE), peak * scale, 0.0f));
+    State state = {{}, load_shared_float(base + AT_REFERENCE + lane * 4), sum * (1.0f / SCALE), peak * load_shared_float(base + AT_SCALE + lane * 4)};
+    if (load_shared(base + AT_LENGTH + lane * 4) == 0x7FFFFFFF) state = {{}, NOTHING, 0.0f, -INFINITE};
+    if (LEGACY) store_shared(base + AT_FACTOR + lane * 4, __float_as_uint(factor_of(state) * (1.0f / SCALE)));
+    store_totals(p, partial + lane, state);
 }
 
 // O^T: this warpgroup's dims of every tile.
@@ -608,6 +616,7 @@ __device__ __forceinline__ void value_warpgroup(const Work& work, unsigned base,
         }
     };
     auto add = [&](int unit) {
+        if (LEGACY) return;
         wgmma_settle(fresh[unit % 2]);
 #pragma unroll
         for (int i = 0; i < 4 * PAIRS; ++i) numerator[unit % BLOCKS][i] = __fadd_rn(numerator[unit % BLOCKS][i], fresh[unit % 2][i]);
@@ -639,11 +648,11 @@ __device__ __forceinline__ void value_warpgroup(const Work& work, unsigned base,
             const int run = unit / BLOCKS;
             wgmma_fence();
 #pragma unroll
-            for (int part = 1; part >= 0; --part)
+            for (int part = P_PARTS - 1; part >= 0; --part)
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
-                    wgmma_f16<1>(fresh[unit % 2], a[unit % 3][k], wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
-                                 part == 0 || k == 1);
+                    wgmma_f16<1>(LEGACY ? numerator[unit % BLOCKS] : fresh[unit % 2], a[unit % 3][k], wgmma_operand(p_at + part * P_HALF + (4 * run + 2 * k) * GROUP_STRIDE, GROUP_STRIDE, MATRIX),
+                                 LEGACY || part < P_PARTS - 1 || k == 1);
             wgmma_commit();
             if (unit + 1 < UNITS) {
                 if (unit + 1 == BLOCKS) load_run(tile, 1, bad);
@@ -659,6 +668,10 @@ __device__ __forceinline__ void value_warpgroup(const Work& work, unsigned base,
         }
         wgmma_wait<0>();
         add(UNITS - 1);
+        if constexpr (LEGACY) {
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) wgmma_settle(numerator[b]);
+        }
         convert(0, 0);
 
         if ((same_type<Format, fp8_e5m2> || tile >= unmasked) && __any_sync(0xFFFFFFFF, bad)) {
@@ -762,12 +775,14 @@ grouped_attention(const __grid_constant__ Params p) {
         score_warpgroup(p, kept, base, role);
         barrier_sync(3, 128 * SCORE_GROUPS);
         store_lanes(p, kept, base, threadIdx.x);
+        if (LEGACY) barrier_arrive(4, THREADS);
     } else {
 #ifdef VALUE_REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(VALUE_REGISTERS) ";");
 #endif
         float numerator[BLOCKS][4 * PAIRS];
         value_warpgroup(kept, base, role - SCORE_GROUPS, numerator);
+        if (LEGACY) barrier_sync(4, THREADS);
         store_partial(p, kept, base, numerator);
     }
     combine<THREADS>(p, kept, reinterpret_cast<State*>(__cvta_shared_to_generic(base + AT_K)), base + AT_LAST, thread_anew());

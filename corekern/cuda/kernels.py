@@ -114,13 +114,14 @@ KERNELS: dict[str, Family] = {
             entries=("grouped_attention",),
             hot=("grouped_attention",),
             constants={"SHARED_LIMIT": GROUPED_SM90_SHARED},
-            choices=_GROUPED_CHOICES,
+            choices=_GROUPED_CHOICES | {"LEGACY": ("0", "1")},
             architectures=("sm_90a",),
             registers=128,  # 512 threads have the whole register file
             examples=tuple(
-                _GROUPED_EXAMPLE | {"MAPS": "1"} | changes
+                _GROUPED_EXAMPLE | {"MAPS": "1", "LEGACY": "0"} | changes
                 for changes in (
                     {},
+                    {"LEGACY": "1"},
                     {"VALUE": "bfloat16"},
                     {"FORMAT": "fp8_e5m2"},
                     {"LANES": "8"},

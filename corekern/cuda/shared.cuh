@@ -54,6 +54,11 @@ __device__ __forceinline__ void store_matrices(unsigned row, unsigned m0, unsign
                  "r"(m3) : "memory");
 }
 
+// The same of two matrices; threads 8i + r of the lower half give the rows.
+__device__ __forceinline__ void store_two_matrices(unsigned row, unsigned m0, unsigned m1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1,%2};" ::"r"(row), "r"(m0), "r"(m1) : "memory");
+}
+
 // Threads of one warpgroup, or of several, without the rest of the block.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -73,4 +78,9 @@ __device__ __forceinline__ bool barrier_any(int barrier, int threads, bool mine)
 // 16 bytes from global to shared memory, or zeros when there is nothing to read.
 __device__ __forceinline__ void copy_16(unsigned to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+}
+
+// Arrives at a barrier that others wait at.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
