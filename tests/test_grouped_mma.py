@@ -234,5 +234,6 @@ def test_every_problem_has_a_shape(arch):
                             for lanes in grouped_mma.lanes_on(arch)
                         ]
                         assert shapes[0] is not None
+                        assert len({shape.step for shape in shapes if shape}) == 1
                         for shape in shapes:
                             assert shape is None or shape.shared_bytes <= limit

@@ -181,7 +181,7 @@ def test_bits_of_a_request_alone_and_in_a_batch(arch):
             row_lengths=batch.row_lengths[begin:end],
             query_start_loc=np.array([0, end - begin], np.int32),
         )
-        arguments = alone.arguments(CUDA) | {"route": "grouped_fp32", "max_query_len": 8}
+        arguments = alone.arguments(CUDA) | {"route": "grouped_fp32"}
         assert_same_bits(
             corekern.paged_attention(**arguments).get(), together[begin:end], f"request {request}"
         )

@@ -14,15 +14,29 @@
 // some score exceeds the reference too far (which takes two barriers more, and is rare after the first step); K of the step STAGES
 // later is asked for; then the values.
 //
-// Latency: with asynchronous copies (sm_80 and later) a block has up to STAGES steps on their way. Without them (sm_70, sm_75) there
-// is one buffer each, and loads wait in registers: V's while the scores are computed, K's while the values are.
-// Eight warps, or two blocks of them where they fit, hide the latency of the products.
+// Latency: with asynchronous copies (sm_80 and later) up to STAGES steps are on their way. Without them (sm_70, sm_75) there is one
+// buffer each, and loads wait in registers: V's while the scores are computed, K's while the values are, a step's time each, which is
+// several times the latency of memory. Products that depend on one another are apart: EACH chains of scores a warp, or
+// 2 BLOCKS chains of values, and eight warps, two on each scheduler, take turns. What one block does not hide a second
+// one does where it fits: see grouped_mma.py, which chooses STEP, STAGES and RESIDENT, the blocks an SM.
 //
-// Precision: tensor cores truncate what they add, so head_dim is summed in chains of 64 from fresh accumulators, and these in
-// FP32. A probability is split into two float16 (22
-// bits, scaled by 2^11), or three bfloat16 (24 bits, unscaled: they have a float's range) for values that are bfloat16, and
-// every product is exact in FP32. 32 tokens are summed from fresh accumulators, then added to the numerator in FP32. With LEGACY:
-// one chain, one part, no fresh accumulators and normalised float16 partials, as kernels without these repairs have it.
+// Head_dim 256, 48 lanes, E4M3 (float16 cache), none of which spills; from NVRTC 12.9:
+//
+//             STEP      STAGES    registers    KiB of shared memory
+//   sm_70     64 (32)   1 (1)     240 (207)     70  (64)
+//   sm_75     32 (32)   1 (1)     200 (208)     48  (64)
+//   sm_80     64 (32)   3 (4)     204 (202)    135 (160)
+//   sm_86     32 (32)   4 (2)     196 (204)     96  (96)
+//   sm_89     32 (32)   4 (2)     191 (204)     96  (96)
+//   sm_90     64 (64)   4 (2)     200 (219)    168 (167)
+//   sm_100    64 (64)   4 (2)     224 (232)    168 (167)
+//   sm_120    32 (32)   4 (2)     198 (214)     96  (96)
+//
+// Precision: tensor cores truncate what they add, so head_dim is summed in chains of 64 from fresh accumulators, and these in FP32.
+// A probability is split into two float16 (22 bits, scaled by 2^11), or, for bfloat16 values, into three bfloat16 (24 bits,
+// unscaled: they have a float's range), and every product is exact in FP32. 32 tokens are summed from fresh accumulators,
+// then added to the numerator in FP32. With LEGACY: one chain, one part, no fresh accumulators, and normalised float16
+// partials, as kernels without these repairs have it.
 #include "grouped_combine.cuh"
 #include "mma.cuh"
 

@@ -57,35 +57,41 @@ def lanes_on(arch: str) -> tuple[int, ...]:
 def shape(arch: str, choices: dict[str, str]) -> Shape | None:
     """The shape of a specialisation, or None where there is none.
 
-    Two blocks an SM before one where registers allow it, since one computes while the other waits; then long steps, then
-    many stages.
+    Bits depend on the step, so that is the same for every number of lanes: the longest with which the most lanes fit. Two
+    blocks an SM come before one where registers allow it, since one computes while the other waits; then many stages.
 
     >>> choices = {"HEAD_DIM": "256", "LANES": "48", "FORMAT": "fp8_e4m3", "VALUE": "float16", "SEGMENTS": "128",
     ...            "LEGACY": "0"}
     >>> [(s.step, s.stages, s.resident) for s in (shape(a, choices) for a in ("sm_70", "sm_75", "sm_80", "sm_90"))]
     [(64, 1, 1), (32, 1, 1), (64, 3, 1), (64, 4, 1)]
     """
-    head_dim, lanes = int(choices["HEAD_DIM"]), int(choices["LANES"])
-    if lanes not in lanes_on(arch) or (choices["FORMAT"] == "bfloat16" and number_of(arch) < 80):
+    if choices["FORMAT"] == "bfloat16" and number_of(arch) < 80:
         return None
-    threads = 256 if head_dim >= 128 else 128
     block_limit, sm_limit = (kib << 10 for kib in _SHARED.get(arch.rstrip("af"), (99, 100)))
-    asynchronous = number_of(arch) >= 80
+    stages = (4, 3, 2) if number_of(arch) >= 80 else (1,)
+    step = next(
+        step
+        for lanes in reversed(lanes_on(arch))
+        for step in (64, 32)
+        if _shared_bytes(choices | {"LANES": str(lanes)}, step, stages[-1]) <= block_limit
+    )
+    lanes, head_dim = int(choices["LANES"]), int(choices["HEAD_DIM"])
+    threads = 256 if head_dim >= 128 else 128
     # Two blocks of 256 threads leave a thread 128 registers. More than 24 numerators want more, and so do the fragments of
     # sm_70 and what the compiler makes of sm_100 and later.
     many = head_dim // 16 // (threads // 32) * lanes // 2 > 24 or not 75 <= number_of(arch) < 100
     for resident in (1,) if many else (2, 1):
-        limit = min(block_limit, sm_limit // resident - _RESERVED) if resident > 1 else block_limit
-        for step in (64, 32):
-            for stages in (4, 3, 2) if asynchronous else (1,):
-                needed = _shared_bytes(head_dim, lanes, step, stages, choices)
-                if needed <= limit:
-                    return Shape(step, stages, resident, threads, needed)
+        limit = block_limit if resident == 1 else sm_limit // resident - _RESERVED
+        for count in stages:
+            needed = _shared_bytes(choices, step, count)
+            if lanes in lanes_on(arch) and needed <= limit:
+                return Shape(step, count, resident, threads, needed)
     return None
 
 
-def _shared_bytes(head_dim: int, lanes: int, step: int, stages: int, choices: dict[str, str]) -> int:
+def _shared_bytes(choices: dict[str, str], step: int, stages: int) -> int:
     """As in grouped_mma.cu."""
+    head_dim, lanes = int(choices["HEAD_DIM"]), int(choices["LANES"])
     size = 1 if choices["FORMAT"].startswith("fp8") else 2
     bf16 = choices["FORMAT"] == "bfloat16"
     query_parts = 2 if bf16 and choices["VALUE"] == "float16" else 1

@@ -148,8 +148,7 @@ KERNELS: dict[str, Family] = {
                 for changes in (
                     {},
                     {"FORMAT": "float16"},
-                    {"FORMAT": "bfloat16"},
-                    {"HEAD_DIM": "128", "LANES": "16"},
+                    {"FORMAT": "bfloat16", "HEAD_DIM": "128", "LANES": "16"},
                     {"HEAD_DIM": "64", "LANES": "32", "LEGACY": "1"},
                 )
             ),
