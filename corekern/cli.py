@@ -19,6 +19,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     doctor = commands.add_parser("doctor", help="what is installed, which devices, which routes and why")
     doctor.add_argument("--json", action="store_true", help="print plain data")
+    doctor.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile every kernel and print its registers, shared memory and occupancy",
+    )
+    doctor.add_argument(
+        "--arch", nargs="+", metavar="SM", help="with --kernels: such as sm_90; all when left out"
+    )
+    doctor.add_argument("--source", nargs="+", metavar="CU", help="with --kernels: such as grouped_mma.cu")
 
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["demo"]:
@@ -33,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"corekern {__version__} (precision revision {PRECISION_REVISION})")
         return 0
+    if options.command == "doctor" and options.kernels:
+        return _kernels(options)
     if options.command == "doctor":
         from corekern.doctor import render, report
 
@@ -41,6 +52,36 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     parser.print_help()
     return 2
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from corekern.cuda import nvrtc, occupancy
+    from corekern.cuda.kernels import ARCHITECTURES, KERNELS
+
+    for given, allowed, name in (
+        (options.arch, ARCHITECTURES, "--arch"),
+        (options.source, tuple(KERNELS), "--source"),
+    ):
+        unknown = [value for value in given or () if value not in allowed]
+        if unknown:
+            print(
+                f"corekern doctor: {name}: {unknown[0]} is not one of {', '.join(allowed)}", file=sys.stderr
+            )
+            return 2
+    try:
+        nvrtc.version()
+    except ImportError as error:
+        print(f"corekern doctor: {error}", file=sys.stderr)
+        return 1
+    found = occupancy.kernels(options.arch or ARCHITECTURES, options.source or tuple(KERNELS))
+    if options.json:
+        print(json.dumps([asdict(kernel) for kernel in found], indent=1))
+    else:
+        for line in occupancy.render(found):
+            print(line, flush=True)
+    return 0
 
 
 if __name__ == "__main__":

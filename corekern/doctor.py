@@ -87,6 +87,7 @@ def _cuda_device() -> Device:
 
 def _examples(device: str) -> dict[str, routing.AttentionProblem]:
     """The calls that a decoder makes most: what `routes` is shown for."""
+    device = "cpu" if device == "cpu" else "cuda:0"
     return {
         f"{what}, {kv_dtype} KV": routing.AttentionProblem(
             device=device,

@@ -16,7 +16,7 @@ import numpy as np
 
 from corekern import workspace
 from corekern.cuda import grouped_mma, loader
-from corekern.cuda.kernels import GROUPED_SM90_SHARED
+from corekern.cuda.kernels import grouped_sm90_block
 from corekern.cuda.launch import Launch
 from corekern.cuda.tensor_map import can_map, tensor_map
 from corekern.routing import AttentionProblem
@@ -119,8 +119,8 @@ def schedule(problem: AttentionProblem, arch: str, *, maps: bool, legacy: bool) 
     if arch == HOPPER and problem.kv_dtype.startswith("fp8"):
         lanes, blocks = lane_blocks(problem.max_query_len, group)
         choices |= {"LANES": str(lanes), "MAPS": str(int(maps))}
-        threads = threads_of(problem.head_dim)
-        return Schedule("grouped_sm90.cu", lanes, blocks, choices, threads, GROUPED_SM90_SHARED, True)
+        block = grouped_sm90_block(arch, choices)
+        return Schedule("grouped_sm90.cu", lanes, blocks, choices, block.threads, block.shared_bytes, True)
     shapes = {
         lanes: shape
         for lanes in grouped_mma.lanes_on(arch)
@@ -309,8 +309,3 @@ def _granule(cache: Any) -> int:
             while n > 1 and stride % granule:
                 granule //= 2
     return granule if granule >= 4 else 1
-
-
-def threads_of(head_dim: int) -> int:
-    """Two warpgroups for the scores, and one for each 128 dims of the values."""
-    return 512 if head_dim >= 128 else 384

@@ -473,6 +473,8 @@ __device__ __forceinline__ void score_warpgroup(const Params& p, const Work& wor
             barrier_sync(1 + group, 128);
             follow(tile);
             relate();
+            // All have read the reference before another tile may move it.
+            barrier_sync(1 + group, 128);
         }
         __syncwarp();
         if (thread == 0) mbarrier_arrive(base + SETTLED + group * 8);

@@ -37,7 +37,8 @@ class Family:
     examples: tuple[dict[str, str], ...] | None = None
     """Where there are too many combinations to compile them all: those that the tests compile and `doctor` lists."""
     shape: Callable[[str, dict[str, str]], Any] | None = None
-    """(architecture, specialisation) to an object with more `defines()`, or None where there is no such kernel."""
+    """(architecture, specialisation) to an object with `threads`, `shared_bytes` and more `defines()`, or None where there
+    is no such kernel. Without it a block has `constants["THREADS"]` threads and no dynamic shared memory."""
 
     def specialisations(self, arch: str) -> Iterator[dict[str, str]]:
         """The examples, or every combination of `choices`, that there are on an architecture."""
@@ -53,6 +54,22 @@ class Family:
         return {**{name: str(value) for name, value in self.constants.items()}, **more, **specialisation}
 
 
+@dataclass(frozen=True)
+class Block:
+    """Threads and dynamic shared memory of a block, where nothing else depends on the architecture."""
+
+    threads: int
+    shared_bytes: int
+
+    def defines(self) -> dict[str, str]:
+        return {"SHARED_LIMIT": str(self.shared_bytes)}
+
+
+def grouped_sm90_block(arch: str, specialisation: dict[str, str]) -> Block:
+    """Two warpgroups for the scores, and one for each 128 dims of the values; all the shared memory of an SM."""
+    return Block(512 if int(specialisation["HEAD_DIM"]) >= 128 else 384, 232448)
+
+
 # 256 threads: eight blocks fill an SM of any architecture but for sm_75, sm_86, sm_89 and sm_120 (four and
 # six). UNROLL is the items a thread loads before it converts the first, within the 32 registers that eight
 # blocks leave a thread: two of 16 bytes are 64 KiB in flight an SM, and four of 4 or 8 codes 32 or 64 KiB;
@@ -61,7 +78,6 @@ THREADS = 256
 ENCODE_UNROLL = 2
 DECODE_UNROLL = 4
 
-GROUPED_SM90_SHARED = 232448  # all that a block may have there
 _GROUPED_CHOICES = {
     "HEAD_DIM": ("64", "128", "256"),
     "LANES": ("8", "16", "24", "32", "48"),
@@ -113,7 +129,8 @@ KERNELS: dict[str, Family] = {
             source="grouped_sm90.cu",
             entries=("grouped_attention",),
             hot=("grouped_attention",),
-            constants={"SHARED_LIMIT": GROUPED_SM90_SHARED},
+            constants={},
+            shape=grouped_sm90_block,
             choices=_GROUPED_CHOICES | {"LEGACY": ("0", "1")},
             architectures=("sm_90a",),
             registers=128,  # 512 threads have the whole register file
