@@ -329,7 +329,7 @@ def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, v
         if (lengths < 0).any():
             row = int(np.flatnonzero(lengths < 0)[0])
             raise ValueError(f"row_lengths: row {row} has the negative length {lengths[row]}")
-    softmax_scale = _check_softmax_scale(softmax_scale, cache)
+    softmax_scale = check_softmax_scale(softmax_scale, cache)
     if validating:
         _check_pages(cache, *(arrays.to_host(a) for a in (block_table, row_lengths, query_start_loc)))
     problem = AttentionProblem(
@@ -348,7 +348,7 @@ def _check(q, cache, block_table, row_lengths, query_start_loc, softmax_scale, v
     )
 
 
-def _check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
+def check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
     """The scale as a number whose fold with k_scale, in base 2, float32 can hold."""
     try:
         value = cache.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
