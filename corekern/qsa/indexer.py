@@ -64,11 +64,11 @@ def compress(
     >>> pooled[:, 0].tolist(), first[:, 0].tolist()  # positions 4 and 5 are in the ring
     ([0.0, 2.0], [0, 4])
     """
-    given = dict(
-        keys=keys, ring=ring, ring_table=ring_table, token_to_request=token_to_request,
-        query_start_loc=query_start_loc, positions=positions, compressed_slots=compressed_slots,
-        rope_positions=rope_positions, rope_ring=rope_ring,
-    )  # fmt: skip
+    given = {
+        "keys": keys, "ring": ring, "ring_table": ring_table, "token_to_request": token_to_request,
+        "query_start_loc": query_start_loc, "positions": positions, "compressed_slots": compressed_slots,
+        "rope_positions": rope_positions, "rope_ring": rope_ring,
+    }  # fmt: skip
     a = {name: None if x is None else arrays.adopt(x, name) for name, x in given.items()}
     device = arrays.check_same_device(**a)
     ratio = check_ratio(compress_ratio)
@@ -262,8 +262,8 @@ def _check_select(q, keys, block_table, token_to_request, visible_blocks, topk, 
     shape = ("rows", "index_heads", "head_dim")
     arrays.check_array(a["q"], "q", shape=shape, dtypes=_HALF, contiguous_last=True)
     rows, heads, head_dim = a["q"].shape
-    if heads == 0 or not 0 < head_dim <= 256:
-        raise ValueError(f"q: {heads} index heads of head_dim {head_dim} are not at least 1 of 1 to 256")
+    if not (0 < heads <= 64 and 0 < head_dim <= 256):
+        raise ValueError(f"q: {heads} index heads of head_dim {head_dim} are not 1 to 64 of 1 to 256")
     shape = ("pages", "page_size", head_dim)
     dtypes = (a["q"].dtype, *_CODES)
     arrays.check_array(a["keys"], "keys", shape=shape, dtypes=dtypes, contiguous_last=True)
