@@ -24,7 +24,7 @@ from corekern.cpu.attention import (
     jit,
 )
 from corekern.cpu.convert import storage, to_float32
-from corekern.cpu.qsa_indexer import compress, expand, index_logits, select, store_rows, topk
+from corekern.cpu.qsa_indexer import clipped, compress, expand, index_logits, select, store_rows, topk
 from corekern.cpu.threads import for_ranges, num_threads
 from corekern.cpu.tile import LANES, ROWS, decode_vectors
 
@@ -63,7 +63,7 @@ def _gather_tile(flat, layout, page, offset, begin, count, head_dim, out, seen):
 def _find_tokens(packed, table, pages, page_size, page, offset):
     """The page (-1 for an unseen token) and the offset in it of each token that counts; returns their number."""
     width = len(packed) - 1
-    count = min(max(np.int64(packed[width]), 0), width)
+    count = clipped(packed[width], width)
     for i in range(count):
         token = np.int64(packed[i])
         column = token // page_size

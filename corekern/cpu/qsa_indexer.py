@@ -135,6 +135,13 @@ def index_logits(call, out: np.ndarray) -> None:
 
 
 @jit
+def clipped(value, most):
+    """`value` as an int64 within [0, most]."""
+    value = np.int64(value)
+    return np.int64(0) if value < 0 else (np.int64(most) if value > most else value)
+
+
+@jit
 def _ordered(x):
     """A float's bits as an integer in [0, 2^32) that compares as the float does; -0 as 0."""
     bits = np.int64(float_bits(x + np.float32(0.0)))
@@ -151,7 +158,7 @@ def _topk_rows(logits, visible, out, first, last):
     k = out.shape[1]
     for row in range(first, last):
         x = logits[row]
-        count = min(max(np.int64(visible[row]), 0), len(x))
+        count = clipped(visible[row], len(x))
         out[row] = -1
         candidates = 0
         for b in range(count):

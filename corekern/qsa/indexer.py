@@ -69,7 +69,7 @@ def compress(
         "query_start_loc": query_start_loc, "positions": positions, "compressed_slots": compressed_slots,
         "rope_positions": rope_positions, "rope_ring": rope_ring,
     }  # fmt: skip
-    a = {name: None if x is None else arrays.adopt(x, name) for name, x in given.items()}
+    a: dict[str, Any] = {n: None if x is None else arrays.adopt(x, n) for n, x in given.items()}
     device = arrays.check_same_device(**a)
     ratio = check_ratio(compress_ratio)
     arrays.check_array(a["keys"], "keys", shape=("rows", "head_dim"), dtypes=_HALF, contiguous_last=True)
