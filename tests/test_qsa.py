@@ -105,6 +105,12 @@ def test_tokens_without_a_page_are_unseen(backend):
     assert_at_floor(problem.run(backend), problem.expected())
 
 
+def test_page_ids_past_65535(backend):
+    problem = make_sparse(17, rows=3, page_size=1, pages_per_request=80, spare_pages=70_000)
+    assert (problem.block_table > 65_535).any()
+    assert_at_floor(problem.run(backend), problem.expected())
+
+
 def test_rows_that_see_nothing_are_zero(backend):
     problem = make_sparse(10, rows=5)
     packed, request = problem.packed.copy(), problem.token_to_request.copy()

@@ -67,12 +67,6 @@ def test_a_cache_past_two_to_the_31_elements(cuda, kv_dtype):
     assert_same_bits(problem.run(cuda, cache=cache, block_table=table), problem.run(cuda))
 
 
-def test_page_ids_past_65535(cuda):
-    problem = make_sparse(23, rows=3, q_heads=6, head_dim=64, budget=64, spare_pages=70_000)
-    assert (problem.block_table > 65_535).any()
-    assert_at_floor(problem.run(cuda), problem.expected())
-
-
 def test_select_of_many_rows_and_of_one_long_row(cuda):
     import cupy
 
