@@ -28,16 +28,7 @@ from corekern.cpu.qsa_indexer import clipped, compress, expand, index_logits, se
 from corekern.cpu.threads import for_ranges, num_threads
 from corekern.cpu.tile import LANES, ROWS, decode_vectors
 
-__all__ = [
-    "attention",
-    "compress",
-    "expand",
-    "index_logits",
-    "select",
-    "store_rows",
-    "topk",
-    "warmup",
-]
+__all__ = ["attention", "compress", "expand", "index_logits", "select", "store_rows", "topk"]
 
 
 @jit
@@ -156,8 +147,3 @@ def attention(call, out: np.ndarray) -> None:
             gated = result / (np.float32(1.0) + np.exp(-call.gate.astype(np.float32)))
             result = np.where(result == 0, result, gated)
         out[...] = result.astype(out.dtype)
-
-
-def warmup(**deployment) -> int:
-    """Nothing to do ahead: numba keeps its kernels on disk, one for each format, and has none by shape."""
-    return 0

@@ -10,7 +10,7 @@ One decoding step of a layer, in order:
 The design is that of Qwen3.8-Flash-Next: compress ratio 4, a budget of 2048 tokens, 4 index heads of 128.
 """
 
-from corekern.qsa.attention import attention, explain_route, warmup
+from corekern.qsa.attention import attention, explain_route
 from corekern.qsa.indexer import compress, expand, index_logits, select, topk
 from corekern.qsa.side_cache import (
     compressed_slots,
@@ -21,6 +21,7 @@ from corekern.qsa.side_cache import (
     visible_blocks,
 )
 from corekern.qsa.tuning import Plan, choose_plan
+from corekern.qsa.warmup import warmup
 
 __all__ = [
     "Plan",

@@ -11,7 +11,7 @@ from corekern.attention import check_softmax_scale
 from corekern.cache import PagedKVCache
 from corekern.formats import FORMATS
 from corekern.qsa.calls import SparseCall
-from corekern.qsa.side_cache import check_count, check_requests
+from corekern.qsa.side_cache import check_requests
 from corekern.qsa.tuning import Plan
 from corekern.routing import AttentionProblem
 
@@ -100,56 +100,6 @@ def explain_route(
     """For each route, "taken" or why it is not, for the `attention` call with these arguments."""
     call = _check(q, cache, packed, block_table, token_to_request, gate, None, None, False, None)
     return routing.explain(call.problem, routes=routing.QSA_ROUTES)
-
-
-def warmup(
-    *,
-    kv_dtype: str = "fp8_e4m3",
-    q_dtype: str = "bfloat16",
-    q_heads: int = 24,
-    kv_heads: int = 2,
-    head_dim: int = 256,
-    index_dtype: str = "bfloat16",
-    index_heads: int = 4,
-    index_head_dim: int = 128,
-    token_budget: int = 2048,
-    compress_ratio: int = 4,
-    device: str = "cuda",
-) -> int:
-    """Compiles every kernel that a deployment can reach, so that no request waits for one.
-
-    Args:
-        kv_dtype, q_dtype, index_dtype: formats of the KV cache, of q, and of the compressed keys.
-        q_heads, kv_heads, head_dim: heads of this device, after tensor parallelism.
-        index_heads, index_head_dim, token_budget, compress_ratio: as `select` takes them.
-        device: "cuda" for the current device, or "cpu".
-
-    Returns:
-        How many specialisations are now compiled.
-
-    Raises:
-        ValueError: a format, an extent or a device that is not allowed.
-    """
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device: {device!r} is not one of cpu, cuda")
-    for name, value in (("kv_dtype", kv_dtype), ("q_dtype", q_dtype), ("index_dtype", index_dtype)):
-        if value not in FORMATS:
-            raise ValueError(f"{name}: {value!r} is not one of {', '.join(FORMATS)}")
-    group, left = divmod(check_count(q_heads, "q_heads"), check_count(kv_heads, "kv_heads"))
-    if left:
-        raise ValueError(f"q_heads: {q_heads} is not a multiple of kv_heads {kv_heads}")
-    budget, ratio = check_count(token_budget, "token_budget"), check_count(compress_ratio, "compress_ratio")
-    return routing.qsa_backend(device).warmup(
-        q_dtype=q_dtype,
-        kv_dtype=kv_dtype,
-        head_dim=check_count(head_dim, "head_dim"),
-        group=group,
-        index_dtype=index_dtype,
-        index_heads=check_count(index_heads, "index_heads"),
-        index_head_dim=check_count(index_head_dim, "index_head_dim"),
-        block_topk=budget // ratio,
-        compress_ratio=ratio,
-    )
 
 
 def _check(q, cache, packed, block_table, token_to_request, gate, plan, softmax_scale, round_before_gate,
