@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections import Counter
@@ -57,9 +58,14 @@ ROUTES = (
 )
 
 
+NO_CUDA_QSA = "this build has no CUDA kernels for sparse attention"
+
+
 def _refuse_qsa(problem: AttentionProblem) -> str | None:
     if problem.device == "cpu":
         return "arrays are on the CPU"
+    if importlib.util.find_spec("corekern.cuda.qsa") is None:
+        return NO_CUDA_QSA
     group = problem.q_heads // problem.kv_heads
     if problem.q_dtype == "float32" or problem.kv_dtype == "float32":
         return "float32 is for the CPU alone"
@@ -161,7 +167,13 @@ def storage_backend(device: str) -> ModuleType:
 
 
 def qsa_backend(device: str) -> ModuleType:
-    """Who compresses, selects and expands on a device."""
+    """Who compresses, selects and expands on a device.
+
+    Raises:
+        NotImplementedError: the device is a GPU, and this build has no kernels for it.
+    """
+    if device != "cpu" and importlib.util.find_spec("corekern.cuda.qsa") is None:
+        raise NotImplementedError(f"device: {device}: {NO_CUDA_QSA}")
     return backend("cpu.qsa" if device == "cpu" else "cuda.qsa")
 
 
