@@ -85,9 +85,19 @@ def environment(**more) -> dict:
         "source_hash": source_hash(),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "command": _command(),
         **more,
     }
+
+
+def _command() -> str:
+    """How this was run, without the places on this machine that files were read from and written to."""
+    kept, skip = [], False
+    for argument in sys.argv[1:]:
+        if not skip and argument not in ("--output", "--path", "--plot"):
+            kept.append(argument)
+        skip = argument in ("--output", "--path", "--plot")
+    return " ".join(["python -m", _module(), *kept])
 
 
 def cpu_name() -> str:

@@ -340,7 +340,7 @@ def _check(
         if (lengths < 0).any():
             row = int(np.flatnonzero(lengths < 0)[0])
             raise ValueError(f"row_lengths: row {row} has the negative length {lengths[row]}")
-    softmax_scale = _check_softmax_scale(softmax_scale, cache)
+    softmax_scale = check_softmax_scale(softmax_scale, cache)
     if max_query_len is None:
         max_query_len = rows
     elif not isinstance(max_query_len, (int, np.integer)) or max_query_len < 1:
@@ -368,7 +368,7 @@ def _check(
     )
 
 
-def _check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
+def check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
     """The scale as a number whose fold with k_scale, in base 2, float32 can hold."""
     try:
         value = cache.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections import Counter
@@ -94,23 +95,57 @@ ROUTES = (
     ),
 )
 
+
+NO_CUDA_QSA = "this build has no CUDA kernels for sparse attention"
+
+
+def _refuse_qsa(problem: AttentionProblem) -> str | None:
+    if problem.device == "cpu":
+        return "arrays are on the CPU"
+    if importlib.util.find_spec("corekern.cuda.qsa") is None:
+        return NO_CUDA_QSA
+    group = problem.q_heads // problem.kv_heads
+    if problem.q_dtype == "float32" or problem.kv_dtype == "float32":
+        return "float32 is for the CPU alone"
+    if problem.head_dim % 16:
+        return f"head_dim {problem.head_dim} is not a multiple of 16"
+    return f"{group} query heads a KV head are over 16" if group > 16 else None
+
+
+QSA_ROUTES = (
+    Route(
+        name="qsa_cpu_fp32",
+        backend="cpu.qsa",
+        state="fp32 numerator/max/sum",
+        refuse=lambda problem: None if problem.device == "cpu" else f"arrays are on {problem.device}",
+    ),
+    Route(
+        name="qsa_splitk_fp32",
+        backend="cuda.qsa",
+        state="fp32 numerator/max/sum",
+        refuse=_refuse_qsa,
+    ),
+)
+
 _counts: Counter[str] = Counter()
 _logged: set[tuple[str, int, int]] = set()
 _lock = threading.Lock()
 
 
-def explain(problem: AttentionProblem, route: str | None = None) -> dict[str, str]:
+def explain(
+    problem: AttentionProblem, route: str | None = None, routes: tuple[Route, ...] = ROUTES
+) -> dict[str, str]:
     """For each route, "taken" or why it is not, in the order in which they are tried.
 
     Raises:
         ValueError: no such route.
     """
-    names = [r.name for r in ROUTES]
+    names = [r.name for r in routes]
     if route is not None and route not in names:
         raise ValueError(f"route: {route!r} is not one of {', '.join(names)}")
     chosen = None
     reasons = {}
-    for candidate in ROUTES:
+    for candidate in routes:
         refusal = candidate.refuse(problem)
         if refusal is None and route not in (None, candidate.name):
             refusal = f"{route} was asked for"
@@ -124,14 +159,14 @@ def explain(problem: AttentionProblem, route: str | None = None) -> dict[str, st
     return reasons
 
 
-def select(problem: AttentionProblem, route: str | None = None) -> Route:
+def select(problem: AttentionProblem, route: str | None = None, routes: tuple[Route, ...] = ROUTES) -> Route:
     """The first route that takes the problem, or the one asked for by name.
 
     Raises:
         ValueError: no such route, or it cannot take the problem; the message says why.
     """
-    reasons = explain(problem, route)
-    for candidate in ROUTES:
+    reasons = explain(problem, route, routes)
+    for candidate in routes:
         if reasons[candidate.name] == "taken":
             return candidate
     wanted = {route: reasons[route]} if route else reasons
@@ -165,6 +200,17 @@ def backend(name: str) -> ModuleType:
 def storage_backend(device: str) -> ModuleType:
     """Who encodes, decodes, writes and gathers on a device."""
     return backend("cpu" if device == "cpu" else "cuda")
+
+
+def qsa_backend(device: str) -> ModuleType:
+    """Who compresses, selects and expands on a device.
+
+    Raises:
+        NotImplementedError: the device is a GPU, and this build has no kernels for it.
+    """
+    if device != "cpu" and importlib.util.find_spec("corekern.cuda.qsa") is None:
+        raise NotImplementedError(f"device: {device}: {NO_CUDA_QSA}")
+    return backend("cpu.qsa" if device == "cpu" else "cuda.qsa")
 
 
 def state_backend(device: str) -> ModuleType:

@@ -1,14 +1,19 @@
 """Fixtures: every array backend present, and the settings of property tests."""
 
+import importlib.util
+
 import hypothesis
 import pytest
 from helpers import CPU, Backend, cuda_backend, why_no_gpu
+
+from corekern import routing
 
 # No deadline: the first example of a test may compile kernels.
 hypothesis.settings.register_profile("corekern", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("corekern")
 
 NO_GPU = why_no_gpu()
+NO_QSA = importlib.util.find_spec("corekern.cuda.qsa") is None
 
 
 # Files that take minutes go first, or one worker would still be at them when the others are done.
@@ -20,6 +25,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if NO_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+        elif NO_QSA and item.path.name.startswith("test_qsa") and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=routing.NO_CUDA_QSA))
 
 
 @pytest.fixture(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,11 +46,20 @@ def python_snippets() -> list[str]:
 
 
 def test_the_readmes_cpu_example_runs():
-    (example,) = [code for code in python_snippets() if "cupy" not in code]
+    (example,) = [code for code in python_snippets() if "cupy" not in code and "qsa" not in code]
     found: dict = {}
     exec(example, found)
     assert found["out"].shape == (4, 9, 64)
     assert found["lengths"].tolist() == [61, 62, 63, 64]
+
+
+def test_the_readmes_sparse_example_runs():
+    (example,) = [code for code in python_snippets() if "qsa" in code]
+    found: dict = {}
+    exec(example, found)
+    assert found["out"].shape == (300, 24, 128)
+    assert np.isfinite(found["out"].astype(np.float32)).all()
+    assert found["packed"][:, -1].tolist() == [min(n, 64 + n % 4) for n in range(1, 301)]
 
 
 @pytest.mark.gpu
