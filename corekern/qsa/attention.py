@@ -152,6 +152,8 @@ def _check(q, cache, packed, block_table, token_to_request, gate, plan, softmax_
         page_size=cache.page_size,
         q_dtype=next(f.name for f in FORMATS.values() if f.value == q.dtype),
         kv_dtype=cache.format.name,
+        max_query_len=rows,
+        compute_capability=arrays.compute_capability(device),
     )
     return SparseCall(problem, q, cache, packed, block_table, token_to_request, gate, scale,
                       bool(round_before_gate), plan)  # fmt: skip
