@@ -7,14 +7,14 @@
 //   O^T[dim, lane]   = V^T P^T      one or two value warpgroups, each half of head_dim, every tile
 //   K, V tiles                      the first warp of each score warpgroup, a ring of STAGES buffers
 //
-// Registers hold a tile's scores (score warpgroups) and the numerator (value warpgroups), which is their only
-// long-lived state. Shared memory holds the rings, Q, and for each score warpgroup P^T of one tile as float16
-// high halves and residuals, its maximum and its four warps' sums.
+// Registers hold a tile's scores and its tokens' sums and maxima (score warpgroups), and the numerator (value warpgroups).
+// Shared memory holds the rings, Q, the reference of each lane, and for each score warpgroup P^T of one tile as float16 high
+// halves and residuals.
 //
-// Barriers: full, of each K and V buffer; full and empty, of each score warpgroup's P; a named one inside each score
-// warpgroup for the tile's maximum. P of a tile being empty again means that nothing reads that tile any more: its
-// score warpgroup, which must wait for that anyway, then fetches the tile STAGES later into the same buffers. So no
-// warpgroup is set apart for copies, and the registers are shared by four.
+// Barriers: full, of each K and V buffer; full and empty, of each score warpgroup's P; settled, when a tile's reference is
+// final and the next tile may take it on; and a vote inside each score warpgroup, whether a tile moves it. P of a tile being
+// empty again means that nothing reads that tile any more: its score warpgroup, which must wait for that anyway, then fetches
+// the tile STAGES later into the same buffers. So no warpgroup is set apart for copies, and the registers are shared by four.
 //
 // All tiles' probabilities are relative to one running reference a lane, which the score warpgroups pass on from tile to
 // tile and which moves only when a score exceeds it by SLACK: most tiles cost one vote, and neither a maximum nor a rescaled
@@ -26,10 +26,14 @@
 // the lengths, 0.9 to look up pages, 0.8 for the first bytes, 1.6 and 1.9 for the first two tiles, 0.8 to store a
 // partial, 1.3 until all have, and 2.5 to combine.
 //
+// Of a tile's 2136 clocks the value warpgroups are at work for 1650 and the score warpgroups, which have two tiles' time,
+// nearly always: their chain of conversions, products, vote, exponentials and splits is what to shorten next. Without the
+// residual's products the kernel takes 49.4 us for 262,144 tokens instead of 52.8.
+//
 // Tried and lost: a maximum of every tile and weights for every tile (46 clocks a token); q asked for after the first
 // copies (it queues behind them: 3 us); maps of the smaller copies not prefetched (4 us in the blocks that cross a page);
-// arrivals counted back to zero (0.7 us); clusters that combine in distributed shared memory (only 15 clusters of eight
-// such blocks fit on the card).
+// arrivals counted back to zero (0.7 us); converting the next 64 dims of K while products run (no gain); clusters that
+// combine in distributed shared memory (only 15 clusters of eight such blocks fit on the card).
 #include "grouped_combine.cuh"
 #include "wgmma.cuh"
 
