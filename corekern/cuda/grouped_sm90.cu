@@ -22,7 +22,7 @@
 //
 // What bounds it, on an H200 at q8, 6 heads, head_dim 256 (cold caches, 128 blocks): 33 clocks a token and SM, where the
 // products take 20 at the tensor cores' peak, issue slots about 20, and reading the cache 27 at full bandwidth; what is
-// left is latency inside the value warpgroups (P ready, products, additions). Around the tiles lie about 11 us: 1.2 to know
+// left is latency. Around the tiles lie about 11 us: 1.2 to know
 // the lengths, 0.9 to look up pages, 0.8 for the first bytes, 1.6 and 1.9 for the first two tiles, 0.8 to store a
 // partial, 1.3 until all have, and 2.5 to combine.
 //
