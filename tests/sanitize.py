@@ -61,8 +61,36 @@ def attention(cuda) -> None:
         corekern.finalize(corekern.merge_states(state, state), "bfloat16")
 
 
+def grouped(cuda) -> None:
+    """The tensor-core routes: whole tiles and masked ones, pages that tiles cross, no tensor maps, batches, every state."""
+    for options, layout in (
+        ({"rows": (8,), "seq_lens": (300,), "q_heads": 6, "head_dim": 256, "page_size": 80}, "separate"),
+        ({"rows": (3,), "seq_lens": (200,), "q_heads": 4, "head_dim": 128, "page_size": 24}, "token+8"),
+        (
+            {"rows": (2, 0, 4), "seq_lens": (150, 0, 400), "q_heads": 8, "kv_heads": 2, "head_dim": 64},
+            "interleaved",
+        ),
+        (
+            {"rows": (2,), "seq_lens": (150,), "q_heads": 4, "head_dim": 128, "kv_dtype": "fp8_e5m2"},
+            "separate",
+        ),
+        (
+            {"rows": (2,), "seq_lens": (150,), "q_heads": 4, "head_dim": 128, "kv_dtype": "float16"},
+            "separate",
+        ),
+        (
+            {"rows": (2,), "seq_lens": (150,), "q_heads": 4, "head_dim": 128, "kv_dtype": "bfloat16"},
+            "separate",
+        ),
+    ):
+        problem = make_problem(3, **options)
+        for route in ("grouped_fp32", "grouped_fp16_legacy"):
+            problem.run(cuda, layout, route=route)
+        problem.state(cuda, route="grouped_fp32")
+
+
 if __name__ == "__main__":
     cuda = cuda_backend()
-    for exercise in (codec, cache, attention):
+    for exercise in (codec, cache, attention, grouped):
         exercise(cuda)
         print(exercise.__name__, "done", flush=True)
