@@ -12,6 +12,7 @@ from corekern.attention import (
 )
 from corekern.cache import PagedKVCache
 from corekern.codec import calibrate_scale, decode, encode
+from corekern.evidence import RouteSummary, route_summary
 from corekern.formats import FORMATS, Format, get_format, resolve_kv_dtype
 from corekern.logits import candidate_logits, dense_logits, model_defaults, resolve_fp32_logits
 from corekern.routing import route_counts
@@ -30,6 +31,7 @@ __all__ = [
     "Format",
     "PagedKVCache",
     "PartialState",
+    "RouteSummary",
     "__version__",
     "calibrate_scale",
     "candidate_logits",
@@ -49,4 +51,5 @@ __all__ = [
     "resolve_fp32_logits",
     "resolve_kv_dtype",
     "route_counts",
+    "route_summary",
 ]

@@ -175,10 +175,10 @@ def test_who_decides_the_precision(monkeypatch, model, setting, variable, fp32, 
 
 
 def test_bad_settings(monkeypatch):
-    with pytest.raises(TypeError, match="^setting: expected a bool or None, got int$"):
+    with pytest.raises(TypeError, match=r"^setting: expected a bool or None, got int$"):
         corekern.resolve_fp32_logits(setting=1)
     monkeypatch.setenv("COREKERN_FP32_LOGITS", "yes")
-    with pytest.raises(ValueError, match="^COREKERN_FP32_LOGITS: 'yes' is not 0 or 1$"):
+    with pytest.raises(ValueError, match=r"^COREKERN_FP32_LOGITS: 'yes' is not 0 or 1$"):
         corekern.resolve_fp32_logits()
 
 
