@@ -255,7 +255,7 @@ def _rows(text: str, name: str) -> dict[Any, Counts]:
 
 
 def _count(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63 or value % 1:
         raise ValueError(f"{where} is {value!r}, not a count")
     return int(value)
 

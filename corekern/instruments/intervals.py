@@ -113,16 +113,13 @@ def bootstrap_ratio(
     """
     requests = len(numerators)
     rng = np.random.default_rng(seed)
+    above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
     ratios = []
-    # A draw of all requests with replacement is a multinomial count of each; in parts of at most 2^22 counts.
-    step = max(1, (1 << 22) // requests)
+    step = max(1, (1 << 20) // requests)  # draws at a time, of 8 MiB
     for begin in range(0, RESAMPLES, step):
-        draws = rng.multinomial(
-            requests, np.full(requests, 1 / requests), size=min(step, RESAMPLES - begin)
-        ).astype(np.float64)
-        below = draws @ np.asarray(denominators, np.float64)
-        above = draws @ np.asarray(numerators, np.float64)
-        ratios.append(above[below > 0] / below[below > 0])
+        drawn = rng.integers(0, requests, (min(step, RESAMPLES - begin), requests))
+        totals = below[drawn].sum(1)
+        ratios.append(above[drawn].sum(1)[totals > 0] / totals[totals > 0])
     low, high = np.quantile(np.concatenate(ratios), [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(low), float(high))
 
