@@ -247,7 +247,8 @@ def render(
     places = max(len(c.per_position or ()) for c in columns)
     for i in range(places):
         figures = [c.per_position[i] if c.per_position and i < len(c.per_position) else None for c in columns]
-        moved = _minus(*figures) if len(figures) == 2 and None not in figures else None  # type: ignore[misc]
+        known = [figure for figure in figures if figure is not None]
+        moved = _minus(known[0], known[1]) if len(known) == 2 else None
         rows.append(row(f"position {i}", figures, moved))
     sentences = []
     for name, column in zip(("run", "baseline"), columns, strict=False):
@@ -274,15 +275,15 @@ def _cells(figure: Estimate | None, sign: str = "") -> list[str]:
 
 
 def _plot(path: Path, found: Acceptance, baseline: Acceptance | None) -> None:
-    runs = [(name, r) for name, r in (("run", found), ("baseline", baseline)) if r is not None]
-    if not all(r.per_position for _, r in runs):
+    runs = [(name, r.per_position) for name, r in (("run", found), ("baseline", baseline)) if r is not None]
+    if not all(places for _, places in runs):
         raise ValueError("--plot: acceptance by position is not known, so there is nothing to draw")
 
     def draw(axes) -> None:
-        for (name, r), colour in zip(runs, ("#5e3c99", "#d95f02"), strict=False):
-            values = np.array([p.value for p in r.per_position])
-            low = values - [p.interval.low for p in r.per_position]
-            high = [p.interval.high for p in r.per_position] - values
+        for (name, estimates), colour in zip(runs, ("#5e3c99", "#d95f02"), strict=False):
+            values, low, high = np.array(
+                [(e.value, e.value - e.interval.low, e.interval.high - e.value) for e in estimates or ()]
+            ).T
             places = np.arange(len(values))
             axes.errorbar(
                 places, values, [low.clip(0), high.clip(0)], marker="o", capsize=3, color=colour, label=name

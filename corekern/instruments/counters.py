@@ -133,7 +133,7 @@ def _snapshot(text: str, name: str, labels: dict[str, str]) -> dict[Series, floa
             raise ValueError(f"{name}: no series has {_show(labels.items())}; there are {_choices(seen)}")
         _refuse_average(name, text)
         raise ValueError(f"{name}: has no counter {PREFIX}{missing[0]} (does the server speculate?)")
-    models = {dict(key).get("model_name") for _, key in found} - {None}
+    models = {value for _, key in found for label, value in key if label == "model_name"}
     if len(models) > 1:
         raise ValueError(f"{name}: has {len(models)} models; choose one with --label model_name=NAME")
     return found
@@ -143,13 +143,13 @@ def _between(before: dict[Series, float], after: dict[Series, float], names: lis
     """What was counted from one snapshot to the next, over all engines."""
     notes = []
     for series, value in before.items():
-        counter, labels = series[0].removesuffix("_created"), _show(series[1])
+        counter, shown = series[0].removesuffix("_created"), _show(series[1])
         if series not in after:
-            raise ValueError(f"{names[1]}: lacks {PREFIX}{counter} of {labels}, which {names[0]} has")
+            raise ValueError(f"{names[1]}: lacks {PREFIX}{counter} of {shown}, which {names[0]} has")
         restarted = after[series] != value if series[0].endswith("_created") else after[series] < value
         if restarted:
             raise ValueError(
-                f"{names[1]}: {PREFIX}{counter} of {labels} was reset ({value:.0f}, then {after[series]:.0f}): the "
+                f"{names[1]}: {PREFIX}{counter} of {shown} was reset ({value:.0f}, then {after[series]:.0f}): the "
                 "server restarted in between; take both snapshots after its start"
             )
     new = {series for series in after if series not in before and not series[0].endswith("_created")}
@@ -239,7 +239,8 @@ def _rows(text: str, name: str) -> dict[Any, Counts]:
         if per_position is not None and not isinstance(per_position, list):
             raise ValueError(f"{where}: {PER_POSITION} is no list")
         counts = Counts(
-            *(_count(row[key], f"{where}: {key}") for key in COUNTERS[1:]),
+            _count(row["draft_tokens"], f"{where}: draft_tokens"),
+            _count(row["accepted_tokens"], f"{where}: accepted_tokens"),
             drafts=None if row.get("drafts") is None else _count(row["drafts"], f"{where}: drafts"),
             per_position=None
             if per_position is None

@@ -99,8 +99,8 @@ def routes(
     return Routes(
         problem=problem,
         kv_cache_dtype=kv_cache_dtype,
-        taken=taken and taken.name,
-        state=taken and taken.state,
+        taken=taken.name if taken else None,
+        state=taken.state if taken else None,
         reasons=reasons,
         logits=resolve_fp32_logits(model),
         precision_revision=PRECISION_REVISION,

@@ -66,7 +66,7 @@ def _trace(
     tokens: Sequence[Any],
     log_probs: Sequence[float],
     top1: Sequence[Any] | None = None,
-    margins: Sequence[float] | None = None,
+    margins: Sequence[float] | np.ndarray | None = None,
 ) -> Trace:
     """Checks what every form has in common. The last three are of positions 1 and on."""
     if len(tokens) < 2:
