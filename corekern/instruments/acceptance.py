@@ -127,7 +127,7 @@ def _by_drafts(total: Counts, drafts: int, per_position: tuple[int, ...]) -> Fig
     # With p_i the share of drafts accepted up to place i, an accepted length has the mean sum p_i and the mean
     # square sum (2 i - 1) p_i.
     shares = np.array(per_position, np.float64) / drafts
-    mean = float(shares.sum())
+    mean = total.accepted_tokens / drafts
     variance = float(((2 * np.arange(1, len(shares) + 1) - 1) * shares).sum()) - mean**2
     accepted = Estimate(mean, normal(mean, max(variance, 0.0), drafts))
     tokens_a_draft = total.draft_tokens / drafts
