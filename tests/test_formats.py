@@ -130,7 +130,7 @@ def test_public_names_exist_and_are_documented():
         ("codec", 3),
         ("cache", 1),
         ("attention", 2),
-        ("logits", 6),
+        ("logits", 5),
         ("evidence", 1),
         ("instruments.acceptance", 2),
         ("instruments.intervals", 5),
