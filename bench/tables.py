@@ -167,7 +167,24 @@ def demo() -> str:
     return "\n".join([*lines, "", note])
 
 
-TABLES = {f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda, dense_peers, operator, demo)}
+def logits_cpu() -> str:
+    results = _load("logits-cpu")
+    rows = [
+        [
+            case["name"].removeprefix("logits/").replace("/r", ", rows "),
+            f"{case['ours']['median_us'] / 1e3:.1f} ms",
+            f"{case['error']['rel_l2']:.1e}",
+            f"{case['error']['float16_rel_l2']:.1e}",
+            f"{case['error']['times_nearer']:.0f}x",
+        ]
+        for case in results["cases"]
+    ]
+    return _table(["62,080 x 5,120 head", "time", "rel-L2", "of float16 results", "nearer"], rows, results)
+
+
+TABLES = {
+    f.__name__: f for f in (codec_cpu, cpu_attention, codec_cuda, dense_peers, operator, demo, logits_cpu)
+}
 
 
 def _load(name: str) -> dict:

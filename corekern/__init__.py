@@ -12,7 +12,9 @@ from corekern.attention import (
 )
 from corekern.cache import PagedKVCache
 from corekern.codec import calibrate_scale, decode, encode
+from corekern.evidence import RouteSummary, route_summary
 from corekern.formats import FORMATS, Format, get_format, resolve_kv_dtype
+from corekern.logits import candidate_logits, dense_logits, model_defaults, resolve_fp32_logits
 from corekern.routing import route_counts
 from corekern.state import PartialState
 from corekern.workspace import reserve
@@ -29,19 +31,25 @@ __all__ = [
     "Format",
     "PagedKVCache",
     "PartialState",
+    "RouteSummary",
     "__version__",
     "calibrate_scale",
+    "candidate_logits",
     "causal_row_lengths",
     "decode",
+    "dense_logits",
     "encode",
     "explain_route",
     "finalize",
     "get_format",
     "merge_states",
+    "model_defaults",
     "paged_attention",
     "partial_attention",
     "plan_attention",
     "reserve",
+    "resolve_fp32_logits",
     "resolve_kv_dtype",
     "route_counts",
+    "route_summary",
 ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
+
+# Each a module with NAME, HELP, add_arguments(parser) and run(options) -> exit code.
+INSTRUMENTS = {name: f"corekern.instruments.{name}" for name in ("trace", "acceptance", "routes")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--source", nargs="+", metavar="CU", help="with --kernels: such as grouped_mma.cu")
 
     arguments = sys.argv[1:] if argv is None else argv
+    for name, module in INSTRUMENTS.items():
+        instrument = importlib.import_module(module)
+        instrument.add_arguments(commands.add_parser(name, help=instrument.HELP, description=instrument.HELP))
     if arguments[:1] == ["demo"]:
         # The demo's options live with it; nothing else pays for importing it.
         import corekern_examples.demo as demo_command
@@ -37,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         demo_command.add_arguments(demo)
         return demo_command.run(parser.parse_args(arguments))
     options = parser.parse_args(arguments)
+    if options.command in INSTRUMENTS:
+        return importlib.import_module(INSTRUMENTS[options.command]).run(options)
     if options.version:
         from corekern import PRECISION_REVISION, __version__
 

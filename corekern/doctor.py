@@ -42,7 +42,7 @@ def report() -> dict:
         | {name: _version(*names) for name, (names, _) in OPTIONAL.items()},
         "environment": {
             name: os.environ[name]
-            for name in ("COREKERN_NUM_THREADS", "COREKERN_VALIDATE")
+            for name in ("COREKERN_NUM_THREADS", "COREKERN_VALIDATE", "COREKERN_FP32_LOGITS")
             if name in os.environ
         },
         "devices": [asdict(device) for device in found],

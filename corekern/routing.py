@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 log = logging.getLogger("corekern")
 
@@ -127,7 +128,19 @@ QSA_ROUTES = (
     ),
 )
 
-_counts: Counter[str] = Counter()
+
+class RouteRun(NamedTuple):
+    """Calls of one kind that a route has run."""
+
+    route: str
+    rows: int
+    page_size: int
+    kv_dtype: str
+    q_dtype: str
+    state: str
+
+
+_runs: Counter[tuple] = Counter()
 _logged: set[tuple[str, int, int]] = set()
 _lock = threading.Lock()
 
@@ -176,8 +189,14 @@ def select(problem: AttentionProblem, route: str | None = None, routes: tuple[Ro
 def record(route: Route, problem: AttentionProblem) -> None:
     """Counts a call that is about to run, and logs the first of its kind."""
     kind = (route.name, problem.rows, problem.page_size)
+    run = (
+        *kind,
+        problem.kv_dtype,
+        problem.q_dtype,
+        route.state,
+    )  # a RouteRun, without its cost at every call
     with _lock:
-        _counts[route.name] += 1
+        _runs[run] += 1
         if kind in _logged:
             return
         _logged.add(kind)
@@ -188,8 +207,16 @@ def record(route: Route, problem: AttentionProblem) -> None:
 
 def route_counts() -> dict[str, int]:
     """How many calls each route has run in this process, by name; routes that never ran are left out."""
+    counts: Counter[str] = Counter()
+    for run, calls in route_runs().items():
+        counts[run.route] += calls
+    return dict(counts)
+
+
+def route_runs() -> dict[RouteRun, int]:
+    """How many calls of each kind have run in this process, in the order in which kinds first ran."""
     with _lock:
-        return dict(_counts)
+        return {RouteRun(*run): calls for run, calls in _runs.items()}
 
 
 def backend(name: str) -> ModuleType:

@@ -175,6 +175,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"\nWrote {json_path} and {png_path}.")
     seconds, gib = time.perf_counter() - start, _peak_memory() / 2**30
     print(f"{seconds:.0f} s in all, at most {gib:.2f} GiB of memory", file=sys.stderr)
+    print(corekern.route_summary(), file=sys.stderr)
     if not all(each.equal for each in drafting.values()):
         raise DemoError("drafts changed the output: this platform's BLAS depends on a row's neighbours")
     return 0

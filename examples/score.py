@@ -28,6 +28,8 @@ class PassageScore:
     """(n - 1,) int64: the token held most likely."""
     bytes_per_token: int
     """Keys and values of all layers."""
+    margins: np.ndarray | None = None
+    """(n - 1,) float32: the lead of the likeliest token over the second, in nats."""
 
     @property
     def perplexity(self) -> float:
@@ -76,6 +78,7 @@ def score_passage(
     targets = np.asarray(tokens)
     log_probs: list[np.ndarray] = []
     top1: list[np.ndarray] = []
+    margins: list[np.ndarray] = []
 
     def take(hidden: np.ndarray) -> None:
         done = sum(len(part) for part in log_probs)
@@ -85,11 +88,15 @@ def score_passage(
         if len(expected):
             log_probs.append(token_log_probs(scores, expected))
             top1.append(scores.argmax(axis=1))
+            second, first = np.partition(scores, -2, axis=1)[:, -2:].T
+            margins.append(first - second)
         if on_tokens is not None:
             on_tokens(len(hidden))
 
     prefill(model.config, model.weights, tokens, state, on_chunk=take)
-    return PassageScore(np.concatenate(log_probs), np.concatenate(top1), state.bytes_per_token)
+    return PassageScore(
+        np.concatenate(log_probs), np.concatenate(top1), state.bytes_per_token, np.concatenate(margins)
+    )
 
 
 def token_log_probs(scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -33,6 +33,8 @@ class Generation:
     drafted: int = 0
     accepted: int = 0
     """Drafted tokens that the model chose too, the stop token among them if it was drafted."""
+    accepted_per_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    """How many drafts had their first, second, ... token accepted."""
     rows_per_step: dict[int, int] = field(default_factory=dict)
     """How many steps ran with how many live query rows (1: nothing drafted)."""
 
@@ -138,5 +140,7 @@ def _step(
     state.length = before + 1 + accepted
     result.drafted += len(draft)
     result.accepted += accepted
+    for position in range(accepted):
+        result.accepted_per_position[position] += 1
     result.rows_per_step[len(rows)] = result.rows_per_step.get(len(rows), 0) + 1
     return choices[: accepted + 1]

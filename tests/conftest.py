@@ -43,5 +43,5 @@ def backend(request) -> Backend:
 @pytest.fixture(autouse=True)
 def _default_environment(monkeypatch):
     """Tests say for themselves what the environment asks for."""
-    for name in ("COREKERN_NUM_THREADS", "COREKERN_VALIDATE"):
+    for name in ("COREKERN_NUM_THREADS", "COREKERN_VALIDATE", "COREKERN_FP32_LOGITS"):
         monkeypatch.delenv(name, raising=False)

@@ -125,7 +125,19 @@ def test_public_names_exist_and_are_documented():
 
 @pytest.mark.parametrize(
     ("module", "at_least"),
-    [("formats", 2), ("codec", 3), ("cache", 1), ("attention", 2)],
+    [
+        ("formats", 2),
+        ("codec", 3),
+        ("cache", 1),
+        ("attention", 2),
+        ("logits", 5),
+        ("evidence", 1),
+        ("instruments.acceptance", 2),
+        ("instruments.intervals", 5),
+        ("instruments.report", 1),
+        ("instruments.routes", 2),
+        ("instruments.trace", 4),
+    ],
 )
 def test_documentation_examples(module, at_least):
     results = doctest.testmod(importlib.import_module(f"corekern.{module}"))
