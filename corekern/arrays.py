@@ -30,8 +30,6 @@ def should_validate(validate: bool | None) -> bool:
     return bool(validate)
 
 
-_CUDA_DEVICES = [f"cuda:{index}" for index in range(64)]
-
 # DLPack device types that a NumPy or a CuPy array can stand on.
 _DLPACK_HOST = (1, 3)  # CPU, CUDA pinned host memory
 _DLPACK_CUDA = (2, 13)  # CUDA, CUDA managed memory
@@ -74,7 +72,7 @@ def give_back(result: Any, like: Any) -> Any:
 
 def device_of(array: Any) -> str:
     """ "cpu" or "cuda:<index>" of an adopted array."""
-    return _CUDA_DEVICES[array.data.device_id] if _is_cupy(array) else "cpu"
+    return f"cuda:{array.data.device_id}" if _is_cupy(array) else "cpu"
 
 
 def compute_capability(device: str) -> int:
@@ -100,6 +98,18 @@ def check_same_device(**arguments: Any) -> str:
 def namespace(device: str) -> Any:
     """The library whose arrays live on a device: numpy or cupy."""
     return np if device == "cpu" else _cupy()
+
+
+def new_output(device: str, shape: tuple[int, ...], dtype: Any, name: str = "out") -> Any:
+    """An array for a result that the caller gave none for.
+
+    Raises:
+        ValueError: a graph is being captured.
+    """
+    xp = namespace(device)
+    if xp is not np and xp.cuda.get_current_stream().is_capturing():
+        raise ValueError(f"{name}: must be given during a graph capture, which may not allocate")
+    return xp.empty(shape, dtype)
 
 
 def to_host(array: Any) -> np.ndarray:

@@ -316,18 +316,10 @@ def _check(
     device = arrays.check_same_device(
         cache=cache.k, q=q, block_table=block_table, row_lengths=row_lengths, query_start_loc=query_start_loc
     )
-    arrays.check_array(
-        q, "q", shape=("rows", "q_heads", cache.head_dim), dtypes=arrays.FLOATS, contiguous_last=True
-    )
-    rows, q_heads, head_dim = q.shape
+    check_queries(q, cache)
+    rows = len(q)
     if rows == 0:
         raise ValueError("q: has no rows (an empty batch)")
-    if q_heads == 0 or q_heads % cache.kv_heads:
-        raise ValueError(
-            f"q: {q_heads} query heads are not a multiple of the cache's {cache.kv_heads} KV heads"
-        )
-    if head_dim > 256:
-        raise ValueError(f"q: head_dim {head_dim} is over 256")
     # Looking at values means waiting for a GPU, where it is done only when asked for.
     validating = arrays.should_validate(validate)
     look = device == "cpu" or validating
@@ -345,12 +337,34 @@ def _check(
         max_query_len = rows
     elif not isinstance(max_query_len, (int, np.integer)) or max_query_len < 1:
         raise ValueError(f"max_query_len: {max_query_len!r} is not an integer of at least 1")
-    elif look and np.diff(arrays.to_host(query_start_loc)).max() > max_query_len:
-        request = int(np.diff(arrays.to_host(query_start_loc)).argmax())
-        raise ValueError(f"max_query_len: request {request} has more rows than {max_query_len}")
+    elif look and (counts := np.diff(arrays.to_host(query_start_loc))).max() > max_query_len:
+        raise ValueError(f"max_query_len: request {counts.argmax()} has more rows than {max_query_len}")
     if validating:
         _check_pages(cache, *(arrays.to_host(a) for a in (block_table, row_lengths, query_start_loc)))
-    problem = AttentionProblem(
+    problem = describe(q, cache, requests, min(int(max_query_len), rows))
+    return AttentionCall(
+        problem, q, cache, block_table, row_lengths, query_start_loc, softmax_scale=softmax_scale
+    )
+
+
+def check_queries(q: Any, cache: PagedKVCache) -> None:
+    """Queries that a cache's keys can meet: (rows, q_heads, head_dim), q_heads a multiple of its KV heads."""
+    shape = ("rows", "q_heads", cache.head_dim)
+    arrays.check_array(q, "q", shape=shape, dtypes=arrays.FLOATS, contiguous_last=True)
+    _, q_heads, head_dim = q.shape
+    if q_heads == 0 or q_heads % cache.kv_heads:
+        raise ValueError(
+            f"q: {q_heads} query heads are not a multiple of the cache's {cache.kv_heads} KV heads"
+        )
+    if head_dim > 256:
+        raise ValueError(f"q: head_dim {head_dim} is over 256")
+
+
+def describe(q: Any, cache: PagedKVCache, requests: int, max_query_len: int) -> AttentionProblem:
+    """What a route may depend on, of checked arguments."""
+    rows, q_heads, head_dim = q.shape
+    device = arrays.device_of(q)
+    return AttentionProblem(
         device=device,
         rows=rows,
         requests=requests,
@@ -360,11 +374,8 @@ def _check(
         page_size=cache.page_size,
         q_dtype=next(f.name for f in FORMATS.values() if f.value == q.dtype),
         kv_dtype=cache.format.name,
-        max_query_len=min(int(max_query_len), rows),
+        max_query_len=max_query_len,
         compute_capability=arrays.compute_capability(device),
-    )
-    return AttentionCall(
-        problem, q, cache, block_table, row_lengths, query_start_loc, softmax_scale=softmax_scale
     )
 
 
@@ -382,10 +393,7 @@ def check_softmax_scale(softmax_scale: Any, cache: PagedKVCache) -> float:
 def _output(call: AttentionCall, out: Any) -> Any:
     """The array to write: `out`, checked, or a new one like q."""
     if out is None:
-        xp = arrays.namespace(call.problem.device)
-        if xp is not np and xp.cuda.get_current_stream().is_capturing():
-            raise ValueError("out: must be given during a graph capture, which may not allocate")
-        return xp.empty(call.q.shape, call.q.dtype)
+        return arrays.new_output(call.problem.device, call.q.shape, call.q.dtype)
     target = arrays.adopt(out, "out")
     arrays.check_same_device(cache=call.cache.k, out=target)
     inputs = {"q": call.q, "cache.k": call.cache.k, "cache.v": call.cache.v, "block_table": call.block_table}

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from corekern import arrays, routing
-from corekern.attention import check_softmax_scale
+from corekern.attention import check_queries, check_softmax_scale, describe
 from corekern.cache import PagedKVCache
-from corekern.formats import FORMATS
 from corekern.qsa.calls import SparseCall
 from corekern.qsa.side_cache import check_requests
 from corekern.qsa.tuning import Plan
-from corekern.routing import AttentionProblem
 
 _INT32 = (np.dtype(np.int32),)
 
@@ -73,12 +71,8 @@ def attention(
     """
     call = _check(q, cache, packed, block_table, token_to_request, gate, plan, softmax_scale,
                   round_before_gate, validate)  # fmt: skip
-    device = call.problem.device
     if out is None:
-        xp = arrays.namespace(device)
-        if xp is not np and xp.cuda.get_current_stream().is_capturing():
-            raise ValueError("out: must be given during a graph capture, which may not allocate")
-        target = xp.empty(call.q.shape, call.q.dtype)
+        target = arrays.new_output(call.problem.device, call.q.shape, call.q.dtype)
     else:
         target = arrays.adopt(out, "out")
         arrays.check_same_device(cache=call.cache.k, out=target)
@@ -112,19 +106,12 @@ def _check(q, cache, packed, block_table, token_to_request, gate, plan, softmax_
     block_table = arrays.adopt(block_table, "block_table")
     token_to_request = arrays.adopt(token_to_request, "token_to_request")
     gate = None if gate is None else arrays.adopt(gate, "gate")
-    device = arrays.check_same_device(
+    arrays.check_same_device(
         cache=cache.k, q=q, packed=packed, block_table=block_table, token_to_request=token_to_request,
         gate=gate,
     )  # fmt: skip
-    shape = ("rows", "q_heads", cache.head_dim)
-    arrays.check_array(q, "q", shape=shape, dtypes=arrays.FLOATS, contiguous_last=True)
+    check_queries(q, cache)
     rows, q_heads, head_dim = q.shape
-    if q_heads == 0 or q_heads % cache.kv_heads:
-        raise ValueError(
-            f"q: {q_heads} query heads are not a multiple of the cache's {cache.kv_heads} KV heads"
-        )
-    if head_dim > 256:
-        raise ValueError(f"q: head_dim {head_dim} is over 256")
     arrays.check_array(packed, "packed", shape=(rows, "width + 1"), dtypes=_INT32)
     if packed.shape[1] < 2:
         raise ValueError(f"packed: {packed.shape[1]} columns are not at least a token's and the count's")
@@ -142,19 +129,7 @@ def _check(q, cache, packed, block_table, token_to_request, gate, plan, softmax_
     scale = check_softmax_scale(softmax_scale, cache)
     if arrays.should_validate(validate):
         _check_tokens(cache, *(arrays.to_host(a) for a in (packed, block_table, token_to_request)))
-    problem = AttentionProblem(
-        device=device,
-        rows=rows,
-        requests=len(block_table),
-        q_heads=q_heads,
-        kv_heads=cache.kv_heads,
-        head_dim=head_dim,
-        page_size=cache.page_size,
-        q_dtype=next(f.name for f in FORMATS.values() if f.value == q.dtype),
-        kv_dtype=cache.format.name,
-        max_query_len=rows,
-        compute_capability=arrays.compute_capability(device),
-    )
+    problem = describe(q, cache, len(block_table), rows)
     return SparseCall(problem, q, cache, packed, block_table, token_to_request, gate, scale,
                       bool(round_before_gate), plan)  # fmt: skip
 

@@ -287,11 +287,8 @@ def _blocks_out(device, out, rows: int, topk: int, inputs: dict[str, Any]) -> An
 
 def _output(device: str, out: Any, name: str, shape: tuple, dtype: np.dtype, inputs: dict[str, Any]) -> Any:
     """The array to write: `out`, checked, or a new one."""
-    xp = arrays.namespace(device)
     if out is None:
-        if xp is not np and xp.cuda.get_current_stream().is_capturing():
-            raise ValueError(f"{name}: must be given during a graph capture, which may not allocate")
-        return xp.empty(shape, dtype)
+        return arrays.new_output(device, shape, dtype, name)
     target = arrays.adopt(out, name)
     arrays.check_same_device(**inputs, **{name: target})
     arrays.check_output(target, name, shape=shape, dtypes=(dtype,), inputs=inputs)
