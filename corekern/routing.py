@@ -189,12 +189,8 @@ def select(problem: AttentionProblem, route: str | None = None, routes: tuple[Ro
 def record(route: Route, problem: AttentionProblem) -> None:
     """Counts a call that is about to run, and logs the first of its kind."""
     kind = (route.name, problem.rows, problem.page_size)
-    run = (
-        *kind,
-        problem.kv_dtype,
-        problem.q_dtype,
-        route.state,
-    )  # a RouteRun, without its cost at every call
+    # A RouteRun, without its cost at every call.
+    run = (*kind, problem.kv_dtype, problem.q_dtype, route.state)
     with _lock:
         _runs[run] += 1
         if kind in _logged:

@@ -75,9 +75,10 @@ def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> 
     pointer = stream.ptr
     key = (cupy.cuda.runtime.getDevice(), pointer, partial_dtype)
     buffers = _buffers.get(key)
-    large_enough = buffers is not None and buffers.partials.nbytes >= nbytes
+    if buffers is not None and buffers.partials.nbytes < nbytes:
+        buffers = None
     if stream.is_capturing():
-        if buffers is None or not large_enough:
+        if buffers is None:
             option = "" if partial_dtype == "float32" else f", partial_dtype={partial_dtype!r}"
             raise RuntimeError(
                 f"workspace: a graph capture may not allocate, and this call needs {nbytes} bytes; "
@@ -86,7 +87,7 @@ def take_counted(nbytes: int, counters: int, partial_dtype: str = "float32") -> 
         with _lock:
             if not any(kept is buffers for kept in _captured):
                 _captured.append(buffers)
-    elif buffers is None or not large_enough:
+    elif buffers is None:
         buffers = _buffers[key] = Buffers(
             cupy.empty(nbytes, cupy.uint8),
             cupy.zeros((nbytes >> 10) + 1024, cupy.int32),

@@ -18,7 +18,7 @@ from corekern.cuda import loader, nvrtc, sources
 from corekern.cuda.kernels import KERNELS
 
 try:
-    NVRTC = nvrtc.version()
+    nvrtc.version()
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -65,10 +65,8 @@ def _key(source, arch, specialisation):
 
 @pytest.mark.parametrize(("source", "arch", "specialisation"), CASES)
 def test_compiles_without_spills(compiled, source, arch, specialisation):
-    if arch in ("sm_100", "sm_120") and NVRTC < (12, 8):
-        pytest.skip(f"NVRTC {NVRTC} does not know {arch}")
-    if arch == "sm_70" and NVRTC >= (13, 0):
-        pytest.skip("CUDA 12 is the last with sm_70")
+    if reason := nvrtc.refuse(arch):
+        pytest.skip(reason)
     resources = compiled[_key(source, arch, specialisation)].result()
     assert not isinstance(resources, str), resources
     family = KERNELS[source]

@@ -114,8 +114,8 @@ def schedule(problem: AttentionProblem, arch: str, *, maps: bool, legacy: bool) 
         "FORMAT": problem.kv_dtype,
         "VALUE": problem.q_dtype,
         "SEGMENTS": str(segments_for(problem.kv_heads)),
+        "LEGACY": str(int(legacy)),
     }
-    choices["LEGACY"] = str(int(legacy))
     if arch == HOPPER and problem.kv_dtype.startswith("fp8"):
         lanes, blocks = lane_blocks(problem.max_query_len, group)
         choices |= {"LANES": str(lanes), "MAPS": str(int(maps))}

@@ -13,7 +13,7 @@ SOURCE = "grouped_mma.cu"
 # KiB of shared memory: what one block may have, and what an SM has for all of them (CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability"). An architecture that is not here is taken for the least of
 # those with asynchronous copies.
-_SHARED = {
+SHARED_KIB = {
     "sm_70": (96, 96), "sm_72": (96, 96), "sm_75": (64, 64), "sm_80": (163, 164), "sm_86": (99, 100),
     "sm_87": (163, 164), "sm_89": (99, 100), "sm_90": (227, 228), "sm_100": (227, 228), "sm_103": (227, 228),
     "sm_120": (99, 100), "sm_121": (99, 100),
@@ -67,7 +67,7 @@ def shape(arch: str, choices: dict[str, str]) -> Shape | None:
     """
     if choices["FORMAT"] == "bfloat16" and number_of(arch) < 80:
         return None
-    block_limit, sm_limit = (kib << 10 for kib in _SHARED.get(arch.rstrip("af"), (99, 100)))
+    block_limit, sm_limit = (kib << 10 for kib in SHARED_KIB.get(arch.rstrip("af"), (99, 100)))
     stages = (4, 3, 2) if number_of(arch) >= 80 else (1,)
     step = next(
         step

@@ -42,11 +42,13 @@ class Family:
 
     def specialisations(self, arch: str) -> Iterator[dict[str, str]]:
         """The examples, or every combination of `choices`, that there are on an architecture."""
-        for values in itertools.product(*self.choices.values()) if self.examples is None else ():
-            yield dict(zip(self.choices, values, strict=True))
-        for example in self.examples or ():
-            if self.shape is None or self.shape(arch, example) is not None:
-                yield example
+        wanted = self.examples
+        if wanted is None:
+            combinations = itertools.product(*self.choices.values())
+            wanted = tuple(dict(zip(self.choices, values, strict=True)) for values in combinations)
+        for specialisation in wanted:
+            if self.shape is None or self.shape(arch, specialisation) is not None:
+                yield specialisation
 
     def defines(self, specialisation: dict[str, str], arch: str) -> dict[str, str]:
         """The `-D` constants of one specialisation."""

@@ -131,6 +131,15 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
+def refuse(arch: str) -> str | None:
+    """Why this NVRTC cannot compile for an architecture, or None."""
+    if arch == "sm_70" and version() >= (13, 0):
+        return "CUDA 12 is the last with sm_70"
+    if arch in ("sm_100", "sm_120") and version() < (12, 8):
+        return f"NVRTC {version()} does not know {arch}"
+    return None
+
+
 def _bindings():
     try:
         from cuda.bindings import nvrtc

@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from corekern.cuda import nvrtc
+from corekern.cuda.grouped_mma import SHARED_KIB
 from corekern.cuda.kernels import ARCHITECTURES, KERNELS
 
 REGISTERS = 65536  # of an SM, on all of them
@@ -20,24 +21,23 @@ REGISTERS = 65536  # of an SM, on all of them
 
 @dataclass(frozen=True)
 class Limits:
-    """What an SM has."""
+    """What an SM has, beside its shared memory (`grouped_mma.SHARED_KIB`)."""
 
     warps: int
     blocks: int
-    shared_bytes: int
     reserved_bytes: int
     """Of shared memory, for each block."""
 
 
 LIMITS = {
-    "sm_70": Limits(64, 32, 96 << 10, 0),
-    "sm_75": Limits(32, 16, 64 << 10, 0),
-    "sm_80": Limits(64, 32, 164 << 10, 1024),
-    "sm_86": Limits(48, 16, 100 << 10, 1024),
-    "sm_89": Limits(48, 24, 100 << 10, 1024),
-    "sm_90": Limits(64, 32, 228 << 10, 1024),
-    "sm_100": Limits(64, 32, 228 << 10, 1024),
-    "sm_120": Limits(48, 24, 100 << 10, 1024),
+    "sm_70": Limits(64, 32, 0),
+    "sm_75": Limits(32, 16, 0),
+    "sm_80": Limits(64, 32, 1024),
+    "sm_86": Limits(48, 16, 1024),
+    "sm_89": Limits(48, 24, 1024),
+    "sm_90": Limits(64, 32, 1024),
+    "sm_100": Limits(64, 32, 1024),
+    "sm_120": Limits(48, 24, 1024),
 }
 
 
@@ -68,10 +68,11 @@ def resident_warps(arch: str, threads: int, registers: int, shared_bytes: int) -
     >>> resident_warps("sm_90", 256, 32, 0), resident_warps("sm_90", 512, 128, 232448), resident_warps("sm_75", 256, 64, 0)
     (64, 16, 32)
     """
-    limits = LIMITS[arch.rstrip("af")]
+    arch = arch.rstrip("af")
+    limits, (_, shared_kib) = LIMITS[arch], SHARED_KIB[arch]
     warps = -(-threads // 32)
     by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // 4 * 4 // warps
-    by_shared = limits.shared_bytes // max(1, shared_bytes + limits.reserved_bytes)
+    by_shared = (shared_kib << 10) // max(1, shared_bytes + limits.reserved_bytes)
     return warps * min(limits.blocks, limits.warps // warps, by_registers, by_shared)
 
 
@@ -88,14 +89,11 @@ def kernels(
         ImportError: NVRTC or its bindings are not installed.
         nvrtc.CompileError: a kernel does not compile.
     """
-    major, minor = nvrtc.version()
     wanted = [
         (source, arch, specialisation)
         for source in sources
         for arch in KERNELS[source].architectures
-        if arch.rstrip("af") in set(architectures)
-        and not (arch == "sm_70" and major >= 13)
-        and not (arch in ("sm_100", "sm_120") and (major, minor) < (12, 8))
+        if arch.rstrip("af") in set(architectures) and nvrtc.refuse(arch) is None
         for specialisation in KERNELS[source].specialisations(arch)
     ]
     # Spawned, not forked: the caller may hold threads of other libraries.
