@@ -7,8 +7,26 @@ import importlib
 import json
 import sys
 
-# Each a module with NAME, HELP, add_arguments(parser) and run(options) -> exit code.
-INSTRUMENTS = {name: f"corekern.instruments.{name}" for name in ("trace", "acceptance", "routes")}
+# Each a module with add_arguments(parser) and run(options) -> exit code, and what it is for. Only the command that is run
+# pays for importing it.
+COMMANDS = {
+    "demo": (
+        "corekern_examples.demo",
+        "run a real language model on an FP8 KV cache and report what it costs",
+    ),
+    "trace": (
+        "corekern.instruments.trace",
+        "compare two runs' prompt log-probs: difference, drift, flips of the likeliest token",
+    ),
+    "acceptance": (
+        "corekern.instruments.acceptance",
+        "acceptance rate and length of speculative decoding, from counters, with intervals",
+    ),
+    "routes": (
+        "corekern.instruments.routes",
+        "resolved KV dtype, the route of a call and why no other, logit precision, revision",
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,9 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and the precision revision")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    demo = commands.add_parser(
-        "demo", help="run a real language model on an FP8 KV cache and report what it costs"
-    )
     doctor = commands.add_parser("doctor", help="what is installed, which devices, which routes and why")
     doctor.add_argument("--json", action="store_true", help="print plain data")
     doctor.add_argument(
@@ -34,23 +49,19 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--source", nargs="+", metavar="CU", help="with --kernels: such as grouped_mma.cu")
 
     arguments = sys.argv[1:] if argv is None else argv
-    for name, module in INSTRUMENTS.items():
-        instrument = importlib.import_module(module)
-        instrument.add_arguments(commands.add_parser(name, help=instrument.HELP, description=instrument.HELP))
-    if arguments[:1] == ["demo"]:
-        # The demo's options live with it; nothing else pays for importing it.
-        import corekern_examples.demo as demo_command
-
-        demo_command.add_arguments(demo)
-        return demo_command.run(parser.parse_args(arguments))
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, (module, purpose) in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        if name == asked:
+            importlib.import_module(module).add_arguments(command)
     options = parser.parse_args(arguments)
-    if options.command in INSTRUMENTS:
-        return importlib.import_module(INSTRUMENTS[options.command]).run(options)
     if options.version:
         from corekern import PRECISION_REVISION, __version__
 
         print(f"corekern {__version__} (precision revision {PRECISION_REVISION})")
         return 0
+    if options.command in COMMANDS:
+        return importlib.import_module(COMMANDS[options.command][0]).run(options)
     if options.command == "doctor" and options.kernels:
         return _kernels(options)
     if options.command == "doctor":

@@ -15,7 +15,6 @@ from corekern.instruments.counters import Counts, Run, read_run
 from corekern.instruments.intervals import Interval, bootstrap_ratio, difference, normal, wilson
 
 NAME = "acceptance"
-HELP = "acceptance rate and length of speculative decoding, from counters, with intervals"
 # Fewer requests than this say too little about how requests differ.
 MIN_REQUESTS = 5
 

@@ -12,7 +12,6 @@ from corekern.logits import LogitPrecision, resolve_fp32_logits
 from corekern.routing import AttentionProblem
 
 NAME = "routes"
-HELP = "resolved KV dtype, the route of a call and why no other, logit precision, revision"
 
 
 @dataclass(frozen=True)

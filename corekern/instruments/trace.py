@@ -15,7 +15,6 @@ from corekern.instruments.intervals import Line, fit_line
 from corekern.instruments.traces import Trace, read_traces
 
 NAME = "trace"
-HELP = "compare two runs' prompt log-probs: difference, drift, flips of the likeliest token"
 DECILES = 10
 # Slopes are small: they are told by this many tokens.
 PER = 1000
