@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 import corekern
-from bench.common import show_progress, summary, write_results
+from bench.common import results_name, show_progress, summary, write_results
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -188,7 +188,7 @@ def measure(quick: bool = False, output: str | None = None) -> None:
     card = properties["name"].decode()
     cases = run(quick)
     report(cases)
-    name = f"codec-{card.split()[-1].lower()}"
+    name = results_name("codec", card)
     versions = {
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "cuda": cupy.cuda.runtime.runtimeGetVersion(),

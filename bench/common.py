@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,11 +94,12 @@ def environment(**more) -> dict:
 
 def _command() -> str:
     """How this was run, without the places on this machine that files were read from and written to."""
-    kept, skip = [], False
-    for argument in sys.argv[1:]:
-        if not skip and argument not in ("--output", "--path", "--plot"):
-            kept.append(argument)
-        skip = argument in ("--output", "--path", "--plot")
+    places = ("--output", "--path", "--plot")
+    kept = [
+        argument
+        for before, argument in itertools.pairwise(sys.argv)
+        if before not in places and argument.split("=")[0] not in places
+    ]
     return " ".join(["python -m", _module(), *kept])
 
 
@@ -119,6 +122,21 @@ def write_results(name: str, cases: list[dict], output: str | None = None, **env
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"env": environment(**env), "cases": cases}, indent=1) + "\n")
     return path
+
+
+def card_name(xp: Any) -> str:
+    """ "cpu" for NumPy, the current GPU's name for CuPy."""
+    if xp is np:
+        return "cpu"
+    return xp.cuda.runtime.getDeviceProperties(xp.cuda.runtime.getDevice())["name"].decode()
+
+
+def results_name(bench: str, card: str) -> str:
+    """
+    >>> results_name("codec", "NVIDIA H200"), results_name("codec", "cpu")
+    ('codec-h200', 'codec-cpu')
+    """
+    return f"{bench}-{card.split()[-1].lower()}"
 
 
 def relative_l2(value: np.ndarray, reference: np.ndarray) -> float:

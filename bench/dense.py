@@ -22,6 +22,8 @@ NAME = re.compile(
     r"dense/(?:(?P<requests>\d+)x)?q(?P<rows>\d+)/L(?P<length>\d+)/page(?P<page>\d+)(?:/h(?P<heads>\d+)-(?P<kv_heads>\d+))?$"
 )
 HEAD_DIM = 256
+# Read bandwidth in bytes a second, from grid-stride 16-byte reads of 2 GiB.
+READ_BANDWIDTH = {"NVIDIA H200": 4.55e12}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of E4M3 keys and values that the rows see."""
         return 2 * self.requests * self.length * self.kv_heads * HEAD_DIM
+
+    def limit_us(self, card: str) -> float | None:
+        """Microseconds that reading them once takes, where the card's read bandwidth is known."""
+        bandwidth = READ_BANDWIDTH.get(card)
+        return round(self.kv_bytes / bandwidth * 1e6, 2) if bandwidth else None
 
 
 def parse(name: str) -> Case:

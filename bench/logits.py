@@ -14,7 +14,7 @@ import argparse
 import numpy as np
 
 import corekern
-from bench.common import relative_l2, summary, time_together, write_results
+from bench.common import card_name, relative_l2, results_name, summary, time_together, write_results
 from bench.dense import alternate, graph_of
 
 VOCAB, HIDDEN, CANDIDATES = 62_080, 5_120, 64
@@ -114,17 +114,16 @@ def main() -> None:
     measure = cuda_case if options.device == "cuda" else cpu_case
     cases = [case for rows in options.rows for case in measure(rows, options.repeats)]
     report(cases)
-    card, name, more = "cpu", "logits-cpu", {}
+    card, more = "cpu", {}
     if options.device == "cuda":
         import cupy
 
-        card = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
-        name = f"logits-{card.split()[-1].lower()}"
+        card = card_name(cupy)
         more = {
             "driver": cupy.cuda.runtime.driverGetVersion(),
             "cuda": cupy.cuda.runtime.runtimeGetVersion(),
         }
-    print("wrote", write_results(name, cases, options.output, card=card, **more))
+    print("wrote", write_results(results_name("logits", card), cases, options.output, card=card, **more))
 
 
 if __name__ == "__main__":

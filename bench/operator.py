@@ -18,7 +18,7 @@ import numpy as np
 
 import corekern
 from bench import dense
-from bench.common import cpu_name, show_progress, summary, write_results
+from bench.common import card_name, cpu_name, results_name, show_progress, summary, write_results
 
 GPU_CASES = (
     *(f"dense/q8/L{length}/page3296" for length in (8192, 65536, 131072, 262144)),
@@ -28,12 +28,10 @@ GPU_CASES = (
 )
 CPU_CASES = ("dense/q8/L8192/page3296", "dense/q8/L65536/page3296")
 GPU_ROUTES = ("grouped_fp16_legacy", "grouped_fp32")
-# Read bandwidth in bytes a second, from grid-stride 16-byte reads of 2 GiB.
-READ_BANDWIDTH = {"NVIDIA H200": 4.55e12}
 
 
 def measure(name: str, routes: tuple[str, ...], xp: Any, blocks: int, warm_up: int) -> dict:
-    """One case: samples and errors of every route that takes it, the first in `routes` as ours."""
+    """One case: samples and errors of every route that takes it, the last in `routes` as ours."""
     case = dense.parse(name)
     gpu = xp is not np
     problem = dense.make_problem(case, xp, dense.COLD_BYTES if gpu else 0)
@@ -71,9 +69,8 @@ def measure(name: str, routes: tuple[str, ...], xp: Any, blocks: int, warm_up: i
         "kv_bytes": case.kv_bytes,
         "not_taken": {route: why for route, why in reasons.items() if why != "taken"},
     }
-    bandwidth = READ_BANDWIDTH.get(card_name(xp))
-    if bandwidth:
-        found["limit_us"] = round(case.kv_bytes / bandwidth * 1e6, 2)
+    if limit := case.limit_us(card_name(xp)):
+        found["limit_us"] = limit
         found["of_read_bandwidth"] = round(found["limit_us"] / found["ours"]["median_us"], 3)
     return found
 
@@ -93,10 +90,6 @@ def host_overhead(plan: Any, q: Any, out: Any, stream: Any) -> float:
             stream.synchronize()
             runs.append(host_time(lambda: [plan(q, out=out) for _ in range(20)]) / 20)
     return round(min(runs), 2)
-
-
-def card_name(xp: Any) -> str:
-    return "cpu" if xp is np else xp.cuda.runtime.getDeviceProperties(0)["name"].decode()
 
 
 def plot(cases: list[dict], path: str) -> None:
@@ -160,9 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(line(cases[-1]), flush=True)
         if xp is not np:
             xp.get_default_memory_pool().free_all_blocks()
-    short = "cpu" if xp is np else card.removeprefix("NVIDIA ").split()[0].lower()
     where = {"card": card} | ({"cpu": cpu_name()} if xp is np else {})
-    print("wrote", write_results(f"operator-{short}", cases, options.output, **where))
+    print("wrote", write_results(results_name("operator", card), cases, options.output, **where))
     if options.plot:
         plot(cases, options.plot)
         print("wrote", Path(options.plot))

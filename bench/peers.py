@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import dense
-from bench.common import show_progress, summary, write_results
-from bench.operator import GPU_CASES, READ_BANDWIDTH, card_name, namespace
+from bench.common import card_name, results_name, show_progress, summary, write_results
+from bench.operator import GPU_CASES, namespace
 
 SEGMENTS = (16, 64, 128)
 
@@ -151,8 +151,8 @@ def measure(name: str, xp: Any, blocks: int, warm_up: int) -> dict:
         "kv_bytes": case.kv_bytes,
         "refused": refused,
     }
-    if bandwidth := READ_BANDWIDTH.get(card_name(xp)):
-        found["limit_us"] = round(case.kv_bytes / bandwidth * 1e6, 2)
+    if limit := case.limit_us(card_name(xp)):
+        found["limit_us"] = limit
     return found
 
 
@@ -181,8 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         xp.get_default_memory_pool().free_all_blocks()
     card = card_name(xp)
-    short = card.removeprefix("NVIDIA ").split()[0].lower()
-    print("wrote", write_results(f"peers-{short}", cases, options.output, card=card))
+    print("wrote", write_results(results_name("peers", card), cases, options.output, card=card))
 
 
 if __name__ == "__main__":

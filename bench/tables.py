@@ -79,15 +79,16 @@ def dense_peers() -> str:
     results = _load("peers-h200")
     rows = []
     for case in results["cases"]:
-        vllm = min(found["median_us"] for who, found in case["peers"].items() if who.startswith("vllm"))
+        vllm = [found for who, found in case["peers"].items() if who.startswith("vllm")]
+        fastest = min(vllm, key=lambda found: found["median_us"])
         rows.append(
             [
                 _shape(case["name"]),
                 f"{case['ours']['median_us']:.1f} us",
-                f"{vllm / case['ours']['median_us']:.1f}x",
+                f"{fastest['median_us'] / case['ours']['median_us']:.1f}x",
                 f"{case['limit_us']:.1f} us",
                 f"{case['error']['over_floor']:.4f}",
-                f"{case['peers']['vllm_unified_128']['error']['over_floor']:.2f}",
+                f"{fastest['error']['over_floor']:.2f}",
             ]
         )
     header = [

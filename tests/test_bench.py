@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import corekern
-from bench import dense, operator, tables
+from bench import common, dense, operator, tables
 
 
 def small(name="dense/2xq2/L200/page16/h4-2"):
@@ -87,3 +87,9 @@ def test_operator_on_the_cpu(tmp_path, capsys):
 def test_the_readmes_tables_are_made_from_the_results():
     text = tables.README.read_text()
     assert tables.rewritten(text) == text
+
+
+def test_results_name_no_place_of_the_machine(monkeypatch):
+    places = ["--output", "/somewhere/a.json", "--path=/elsewhere", "--plot=/here.png"]
+    monkeypatch.setattr("sys.argv", ["-m", "--blocks", "6", *places, "--warm-up", "1"])
+    assert common.environment()["command"].endswith(" --blocks 6 --warm-up 1")
