@@ -59,7 +59,8 @@ def paged_attention(
             [query_start_loc[r], query_start_loc[r + 1]). Rows past the last belong to nobody.
         softmax_scale: a finite number; head_dim ** -0.5 when None.
         max_query_len: a promise that no request has more rows at any launch, which lets batches of few rows each take
-            `grouped_fp32` without a look at query_start_loc; a row beyond it is NaN there. None promises nothing.
+            `grouped_fp32` without a look at query_start_loc; rows beyond it may come out as NaN there. None promises
+            nothing.
         out: (rows, q_heads, head_dim) of any of q's dtypes; made in q's dtype when None.
         return_state: also return the `PartialState` from which the result was rounded.
         route: the name of a route to take; see `explain_route`.

@@ -383,6 +383,14 @@ def assert_at_floor(actual: np.ndarray, expected: np.ndarray) -> None:
     assert error <= FLOOR_FACTOR * floor + ARITHMETIC, f"rel-L2 {error:.3e}, rounding floor {floor:.3e}"
 
 
+def state_errors(problem: Problem, state: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple[float, float]:
+    """rel-L2 of a (numerator, maximum, sum)'s numerator and sum, at the reference's maximum."""
+    numerator, maximum, total = state
+    n, m, s = problem.expected_state()
+    shift = np.exp2(np.where(s > 0, maximum.astype(np.float64) - np.where(s > 0, m, 0), 0))
+    return rel_l2(numerator * shift[..., None], n), rel_l2(total * shift, s)
+
+
 def long_context_state(problem: Problem, chunk: int = 1 << 14) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`reference.partial_attention` of one request in pieces, for contexts whose float64 copy is too large."""
     rows, q_heads, head_dim = problem.q.shape

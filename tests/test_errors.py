@@ -77,6 +77,9 @@ CASES = {
     "softmax_scale past float32": (ValueError, "softmax_scale", replaced(softmax_scale=1e200)),
     "softmax_scale is a word": (TypeError, "softmax_scale", replaced(softmax_scale="auto")),
     "softmax_scale is a list": (TypeError, "softmax_scale", replaced(softmax_scale=[0.125])),
+    "max_query_len below a request's rows": (ValueError, "max_query_len", replaced(max_query_len=1)),
+    "max_query_len is 0": (ValueError, "max_query_len", replaced(max_query_len=0)),
+    "max_query_len is a word": (ValueError, "max_query_len", replaced(max_query_len="all")),
     "an unknown route": (ValueError, "route", replaced(route="warp_drive")),
 }  # fmt: skip
 

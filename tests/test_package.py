@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from corekern import arrays, doctor
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -85,3 +87,9 @@ def test_without_a_command_there_is_help_and_exit_status_2():
 def test_the_readmes_tables_are_those_of_the_results_files():
     done = subprocess.run([sys.executable, "-m", "bench.tables", "--check"], cwd=ROOT)
     assert done.returncode == 0, "run python -m bench.tables"
+
+
+def test_doctor_asks_what_the_first_gpu_can(monkeypatch):
+    monkeypatch.setattr(arrays, "_capability", {0: 75}.__getitem__)
+    problems = doctor._examples("cuda").values()
+    assert {(p.device, p.compute_capability) for p in problems} == {("cuda:0", 75)}
