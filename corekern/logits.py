@@ -189,7 +189,7 @@ def _check_operands(hidden: Any, lm_head: Any) -> tuple[Any, Any, str]:
 
 def _output(out: Any, shape: tuple[int, ...], device: str, inputs: dict[str, Any]) -> Any:
     if out is None:
-        return arrays.namespace(device).empty(shape, np.float32)
+        return arrays.new_output(device, shape, np.float32)
     target = arrays.adopt(out, "out")
     arrays.check_same_device(hidden=inputs["hidden"], out=target)
     arrays.check_output(target, "out", shape=shape, dtypes=(np.dtype(np.float32),), inputs=inputs)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib import resources
 
 FALLBACK = "default"
-KINDS = ("fp8", "16bit")
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,3 @@ def choose_plan(arch: str, itemsize: int, row_heads: int, *, uniform: bool = Tru
         if (limit is None or row_heads <= limit) and entry.get("uniform", uniform) == uniform:
             return Plan(*(entry[name] for name in ("block_n", "num_splits", "num_warps", "rows_per_tile")))
     raise LookupError(f"tuning: no entry of {arch} covers {row_heads} rows x KV heads")
-
-
-def plans(arch: str, itemsize: int) -> set[Plan]:
-    """Every plan that a deployment can reach."""
-    return {
-        Plan(*(entry[name] for name in ("block_n", "num_splits", "num_warps", "rows_per_tile")))
-        for entry in table(arch)["fp8" if itemsize == 1 else "16bit"]
-    }
