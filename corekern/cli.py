@@ -22,6 +22,10 @@ COMMANDS = {
         "corekern.instruments.acceptance",
         "acceptance rate and length of speculative decoding, from counters, with intervals",
     ),
+    "capacity": (
+        "corekern.instruments.capacity",
+        "tokens that fit in a memory budget, by KV format and by part of a model's caches",
+    ),
     "routes": (
         "corekern.instruments.routes",
         "resolved KV dtype, the route of a call and why no other, logit precision, revision",

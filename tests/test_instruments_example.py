@@ -23,7 +23,7 @@ def readme_commands() -> list[list[str]]:
     """The instruments' commands on the example's files, as in the README."""
     blocks = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    names = ("corekern trace ", "corekern acceptance ", "corekern routes")
+    names = ("corekern trace ", "corekern acceptance ", "corekern capacity ", "corekern routes")
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(names)]
 
 
@@ -32,7 +32,10 @@ def run_all(capsys) -> dict[str, str]:
     for command in readme_commands():
         assert cli.main(command) == 0
         found[command[0]] = found.get(command[0], "") + capsys.readouterr().out
-    assert set(found) == {"trace", "acceptance", "routes"}
+    assert set(found) == {"trace", "acceptance", "capacity", "routes"}
+    # What the README shows of it.
+    shown = next(b for b in re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL) if "tokens over" in b)
+    assert shown in found["capacity"]
     return found
 
 
