@@ -34,7 +34,9 @@ def run_all(capsys) -> dict[str, str]:
         found[command[0]] = found.get(command[0], "") + capsys.readouterr().out
     assert set(found) == {"trace", "acceptance", "capacity", "routes"}
     # What the README shows of it.
-    shown = next(b for b in re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL) if "tokens over" in b)
+    shown = next(
+        b for b in re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL) if "tokens over" in b
+    )
     assert shown in found["capacity"]
     return found
 
